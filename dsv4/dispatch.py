@@ -181,6 +181,8 @@ def _first(call: Call, requested: str) -> Implementation:
             reason = row.slower_reason(call, requested)
         if reason is None and row.proven is not None and not row.is_proven(call):
             reason = _unproven(row, call, requested)
+        if reason is None and row.waits and self_check.is_capturing(call.device):
+            reason = "it reads tensors on the host, so no CUDA graph can be captured of it"
         if reason is None:
             return row
         reasons.append(f"{row.name}: {reason}")

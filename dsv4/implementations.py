@@ -60,8 +60,8 @@ class Implementation:
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
         proven: Compute capabilities on which this project has seen it run right; None where that
             does not depend on the GPU.
-        proven_calls: ``"module:function"``, which returns whether ``proven`` applies to a ``Call``;
-            None: it applies to every call.
+        lacks: ``"module:function"``, which takes a device and returns why the implementation runs
+            no call there, or None; None: it runs some calls on every GPU that Triton supports.
         self_test: ``"module:function"``, a ``self_test.Test`` that decides on other GPUs; None:
             each configuration is checked on its own operands.
         reserves_sms: Whether the function takes ``reserve_sms``.
@@ -78,7 +78,7 @@ class Implementation:
     slower_than_later: str | None = None
     waits: bool = False
     proven: frozenset[tuple[int, int]] | None = None
-    proven_calls: str | None = None
+    lacks: str | None = None
     self_test: str | None = None
     reserves_sms: bool = False
     plans: str | None = None
@@ -86,15 +86,11 @@ class Implementation:
 
     def is_proven(self, call: Call) -> bool:
         """Return whether calls of this kind were seen right on the GPU of a call."""
-        if self.proven is None or call.capability is None:
-            return True
-        if call.capability not in self.proven:
-            return False
-        return self.proven_calls is None or bool(load(self.proven_calls)(call))
+        return call.capability is None or self.is_always_proven(call.capability)
 
     def is_always_proven(self, capability: tuple[int, int]) -> bool:
         """Return whether every call was seen right on GPUs of a compute capability."""
-        return self.proven is None or (capability in self.proven and self.proven_calls is None)
+        return self.proven is None or capability in self.proven
 
     def run(self, args: Any) -> Any:
         """Run it on an operator's arguments, whether or not it supports them."""
@@ -150,8 +146,6 @@ def _triton(
     supports: str,
     *ops: str,
     slower_than_later: str | None = None,
-    proven: frozenset[tuple[int, int]] = _ON_HOPPER,
-    proven_calls: str | None = None,
     note: str | None = None,
 ) -> tuple[Implementation, ...]:
     """Make rows for the operators of one module of Triton kernels."""
@@ -165,8 +159,7 @@ def _triton(
             f"dsv4.triton.{module}:{op}",
             check,
             slower,
-            proven=proven,
-            proven_calls=proven_calls and f"dsv4.triton.supports:{proven_calls}",
+            proven=_ON_HOPPER,
             self_test=_SELF_TEST,
             note=note,
         )
@@ -215,6 +208,7 @@ def _fp4(module: str, supports: str, *ops: str) -> tuple[Implementation, ...]:
             f"{checks}:{supports}",
             f"{checks}:reference_is_faster",
             proven=_NOWHERE,
+            lacks=f"{checks}:no_block_scaled_mma",
             self_test=_SELF_TEST,
         )
         for op in ops
@@ -289,7 +283,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton(
         *("gemm_packed", "gemm", "gemm"),
         slower_than_later="dequantized_is_faster",
-        proven_calls="has_fp8_weight",
         note=_FP8_AS_BF16,
     ),
     Implementation(
@@ -318,7 +311,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton(
         *("gemm_packed", "gemm_swiglu", "gemm_swiglu"),
         slower_than_later="dequantized_is_faster",
-        proven=_NOWHERE,
         note=_FP8_AS_BF16,
     ),
     Implementation(
@@ -341,7 +333,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         plans="grouped_gemm",
         note=_FP8_AS_BF16,
     ),
-    *_triton("grouped_gemm", "grouped_gemm", *_GROUPED, proven=_NOWHERE, note=_FP8_AS_BF16),
+    *_triton("grouped_gemm", "grouped_gemm", *_GROUPED, note=_FP8_AS_BF16),
     *_reference("grouped_gemm", *_GROUPED, waits=True),
     _fp8(*("grouped_gemm_e4m3", "grouped_gemm_swiglu_fp8", "grouped_gemm_swiglu_fp8"), "few_rows"),
     Implementation(

@@ -42,6 +42,8 @@ _TOLERANCE = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-6}
 _CODES_TOLERANCE = 2.0**-4
 # Errors of CUDA that name a capture: cudaErrorStreamCaptureUnsupported and those after it.
 _CAPTURE_CODES = range(900, 909)
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_MEMORY_WORDS = re.compile(r"\bCUDA\b.*out of memory")
 _CAPTURE_WORDS = re.compile(r"\bCUDA\b.*captur")
 _BEFORE_CAPTURE = (
     "it was never seen right on this GPU, and the check of it cannot run while a CUDA graph is "
@@ -222,6 +224,16 @@ def is_of_a_capture(error: Exception) -> bool:
     if isinstance(code, int):
         return code in _CAPTURE_CODES
     return isinstance(error, RuntimeError) and bool(_CAPTURE_WORDS.search(str(error)))
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Return whether a call failed because the GPU or the host has too little memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    code = getattr(error, "error_code", None)
+    if isinstance(code, int):
+        return code == _OUT_OF_MEMORY
+    return isinstance(error, RuntimeError) and bool(_MEMORY_WORDS.search(str(error)))
 
 
 def describe(args: Any) -> str:

@@ -23,6 +23,7 @@ import torch
 
 from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import capability
+from dsv4.implementations import IMPLEMENTATIONS, Implementation, load
 from dsv4.self_check import Configuration, gpu, is_capturing, is_checking, verdicts
 
 MEASURED, RUN = "measured", "run"
@@ -146,6 +147,24 @@ def mark(subject: Configuration | None, compute: tuple[int, int]) -> str:
     return COMPILED if compute in EVERY_ARCHITECTURE else NEVER
 
 
+def families(device: torch.device) -> list[Implementation]:
+    """Return the rows whose self-test decides on a GPU, where they were never seen right."""
+    return [
+        row
+        for row in IMPLEMENTATIONS
+        if row.self_test is not None
+        and not row.is_always_proven(capability(device))
+        and (row.lacks is None or load(row.lacks)(device) is None)
+    ]
+
+
 def mark_of_gpu(device: torch.device) -> str:
-    """Return how well kernels are known on GPUs of a compute capability."""
-    return MEASURED if capability(device) == (9, 0) else mark(None, capability(device))
+    """Return how well the kernels are known on a GPU, or how many of its self-tests passed."""
+    compute, tested = capability(device), families(device)
+    if compute == (9, 0):
+        return MEASURED
+    marks = [mark(family(row.op, row.name, device), compute) for row in tested]
+    passed = marks.count(RUN)
+    if not passed:
+        return mark(None, compute)
+    return RUN if passed == len(marks) else f"{passed} of {len(marks)} {RUN}"

@@ -15,6 +15,7 @@ from dsv4.bench import self_test as cases
 from dsv4.commands import env
 from dsv4.commands.checkpoints import own_gpus
 from dsv4.ops.gemm import gemm
+from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.quantize import quantize
 from dsv4.ops.swiglu import SwigluArgs
@@ -114,10 +115,16 @@ def test_only_cudas_errors_speak_of_a_capture(error, expected):
     assert self_check.is_of_a_capture(error) == expected
 
 
-@pytest.mark.parametrize(
-    "error",
-    [torch.OutOfMemoryError("out of memory"), RuntimeError(f"Triton Error [CUDA]: {REFUSED}")],
-)
+NO_FAULTS = [
+    torch.OutOfMemoryError("out of memory"),
+    MemoryError(),
+    with_code(2),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError(f"Triton Error [CUDA]: {REFUSED}"),
+]
+
+
+@pytest.mark.parametrize("error", NO_FAULTS)
 def test_what_is_no_fault_of_the_kernel_is_no_verdict(kernel, error, tmp_path):
     def raising(args):
         raise error
@@ -127,6 +134,24 @@ def test_what_is_no_fault_of_the_kernel_is_no_verdict(kernel, error, tmp_path):
     assert not list(tmp_path.glob("*.verdict"))
     rms_norm(*operands())
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("error", NO_FAULTS)
+def test_a_case_that_cannot_be_built_is_no_verdict(kernel, monkeypatch, error, tmp_path):
+    """Its error does not reach the call that started the self-test."""
+    calls = kernel(reference.rms_norm)
+
+    def draw(*args):
+        raise error
+
+    monkeypatch.setattr(cases, "Draw", draw)
+    args = operands()
+    assert torch.equal(rms_norm(*args), rms_norm(*args, backend="reference"))
+    assert calls == []
+    [tested] = cases.run_all(CPU, (1,), ["rms_norm"])
+    assert tested.wrong is None
+    assert tested.untested
+    assert not list(tmp_path.glob("*.verdict"))
 
 
 def test_while_a_graph_is_captured_it_is_not_used_and_not_tested(kernel, monkeypatch):
@@ -142,6 +167,57 @@ def test_while_a_graph_is_captured_it_is_not_used_and_not_tested(kernel, monkeyp
     assert dispatch.choose(call).name == "triton"
 
 
+def grouped_operands(device):
+    """Operands of ``grouped_gemm``: rows, an MXFP4 weight of four experts, and offsets."""
+    x = torch.randn(6, 128, device=device).bfloat16()
+    weight = quantize(torch.randn(4, 64, 128, device=device), "mxfp4", backend="reference")
+    return x, weight, torch.tensor([0, 2, 2, 3, 6], dtype=torch.int32, device=device)
+
+
+def of_triton(op):
+    """The row of an operator's Triton kernel, as if it had never run anywhere."""
+    row = next(row for row in dispatch.implementations(op) if row.name == "triton")
+    return replace(row, proven=frozenset())
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_capture_is_refused_where_only_a_kernel_that_waits_is_left(monkeypatch, backend):
+    row = replace(of_triton("grouped_gemm"), target="fake:grouped", supports=None)
+    calls = fake_kernel.install(monkeypatch, row, row.run, ADA)
+    for module in (self_test, self_check):
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    with pytest.raises(NotImplementedError, match=r"^grouped_gemm: ") as refused:
+        grouped_gemm(*grouped_operands("cpu"), backend=backend)
+    assert "reference: it reads tensors on the host" in str(refused.value)
+    if backend == "auto":
+        assert "triton: the kernel never ran on such a GPU" in str(refused.value)
+        assert "call it once before the capture, or run python -m dsv4 env --selftest" in str(
+            refused.value
+        )
+    assert calls == []
+
+
+@pytest.mark.gpu
+def test_a_refused_capture_goes_on_and_later_holds_the_kernel(monkeypatch):
+    row = of_triton("grouped_gemm")
+    fake_kernel.install(monkeypatch, row, row.run, torch.cuda.get_device_capability())
+    operands, count = grouped_operands("cuda"), torch.zeros(1, device="cuda")
+    graph, again = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        count += 1
+        with pytest.raises(NotImplementedError, match="--selftest; reference: it reads tensors"):
+            grouped_gemm(*operands)
+    graph.replay()
+    assert int(count) == 1
+    expected = grouped_gemm(*operands)
+    family = self_test.family("grouped_gemm", "triton", operands[0].device)
+    assert self_check.verdicts().known == {family: None}
+    with torch.cuda.graph(again):
+        out = grouped_gemm(*operands)
+    again.replay()
+    assert torch.equal(out, expected)
+
+
 def test_on_hopper_nothing_is_tested(kernel, monkeypatch):
     calls = kernel(wrong, H200)
     monkeypatch.setattr(self_test, "unsupported", None)
@@ -152,9 +228,7 @@ def test_on_hopper_nothing_is_tested(kernel, monkeypatch):
 
 def test_rows_are_proven_on_hopper_that_were_right_there():
     assert {"triton", "cublas", "parts", "fp4"} >= {row.name for row in SELF_TESTED}
-    unseen = {row.op for row in SELF_TESTED if not row.is_always_proven(H200)}
-    grouped = {"grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize"}
-    assert unseen == {"gemm", "gemm_swiglu", *grouped}
+    assert {row.name for row in SELF_TESTED if not row.is_always_proven(H200)} == {"fp4"}
     assert not [row for row in SELF_TESTED if row.is_always_proven(ADA)]
     over_ranks = {"hc_reduce_post", "hc_reduce_post_pre_norm"}
     assert not [
@@ -230,6 +304,31 @@ def test_marks():
         assert self_test.mark_of_gpu(gpu) == self_test.NEVER
 
 
+@pytest.mark.parametrize(("version", "number"), [("3.6.0", 0), (nvfp4_supports.VERSIONS[0], 5)])
+def test_a_gpu_is_marked_run_when_every_family_is_right(monkeypatch, version, number):
+    monkeypatch.setattr(nvfp4_supports, "triton_version", lambda: version)
+    with device.pretend(capability=(12, 0)):
+        rows = self_test.families(GPU)
+        assert [row.name for row in rows].count("fp4") == number
+        subjects = [self_test.family(row.op, row.name, GPU) for row in rows]
+        known = self_check.verdicts().known
+        known.update(dict.fromkeys(subjects))
+        assert self_test.mark_of_gpu(GPU) == self_test.RUN
+        known[subjects[0]] = "wrong"
+        of_all = f"{len(rows) - 1} of {len(rows)} run"
+        assert self_test.mark_of_gpu(GPU) == of_all
+        del known[subjects[0]]
+        assert self_test.mark_of_gpu(GPU) == of_all
+
+
+@pytest.mark.parametrize("op", ["gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu"])
+def test_four_bit_weights_in_triton_are_marked_as_measured_on_hopper(calls, op):
+    call = next(call for call in calls[op] if call.args.format == "mxfp4")
+    with device.pretend(capability=H200, packages=True):
+        explanation = dispatch._explanation(call, "triton")
+    assert (explanation.chosen, explanation.mark) == ("triton", self_test.MEASURED)
+
+
 def test_another_process_knows_what_ran(kernel):
     kernel(reference.rms_norm)
     rms_norm(*operands())
@@ -243,14 +342,14 @@ def test_explain_says_the_mark(kernel):
     assert "on GPUs like this one: measured" in str(dispatch.explain(rms_norm, *operands()))
 
 
-@pytest.mark.parametrize(("fmt", "is_proven"), [("nvfp4", False), ("fp8_block", True)])
-def test_of_gemm_the_fp8_weights_are_proven_on_hopper(fmt, is_proven):
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])
+def test_gemm_is_proven_on_hopper(fmt):
     weight = quantize(torch.ones(128, 128), fmt)
     call = dispatch.arguments(gemm, torch.ones(1, 128).bfloat16(), weight)
     call = call._replace(device=GPU)
     row = next(row for row in dispatch.implementations("gemm") if row.name == "triton")
     with device.pretend(capability=H200):
-        assert row.is_proven(call) == is_proven
+        assert row.is_proven(call)
     with device.pretend(capability=ADA):
         assert not row.is_proven(call)
 
@@ -350,11 +449,33 @@ def test_a_kernel_of_many_tokens_alone_is_tested(kernel, monkeypatch):
 
 @pytest.mark.parametrize(("wrong", "untested", "status"), [(None, None, 0), (None, "no memory", 1),
                                                            ("NaN", None, 1)])  # fmt: skip
-def test_the_status_is_0_only_where_something_is_right(monkeypatch, wrong, untested, status):
+def test_the_status_is_0_only_where_something_is_right(
+    monkeypatch, capsys, wrong, untested, status
+):
     tested = cases.Tested("rms_norm", "triton", wrong, untested, 0.1)
     monkeypatch.setattr(guarded_self_test, "run_guarded", lambda device: [tested])
     with device.pretend(capability=ADA):
         assert env._test_gpu(0) == status
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("kernels on such a GPU: compiled and interpreted")
+
+
+def test_the_command_and_inspect_say_that_every_kernel_ran(monkeypatch, capsys):
+    def run_guarded(device):
+        for row in self_test.families(device):
+            self_check.verdicts().replace(self_test.family(row.op, row.name, device), None)
+            yield cases.Tested(row.op, row.name, None, None, 0.1)
+
+    monkeypatch.setattr(guarded_self_test, "run_guarded", run_guarded)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA RTX")
+    with device.pretend(capability=(12, 0)):
+        assert env._test_gpu(0) == 0
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(self_test, "gpu", lambda device: "cuda")
+        [line] = own_gpus()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("kernels on such a GPU: run")
+    assert line.endswith("NVIDIA RTX; kernels on it: run")
 
 
 def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):
@@ -370,7 +491,7 @@ def test_inspect_says_the_mark_of_this_machines_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L40S")
     with device.pretend(capability=ADA):
         [line] = own_gpus()
-    assert "NVIDIA L40S: kernels for such GPUs are compiled and interpreted; python" in line
+    assert "NVIDIA L40S; kernels on it: compiled and interpreted; python" in line
     with device.pretend(capability=H200):
         [line] = own_gpus()
-    assert line.endswith("are measured")
+    assert line.endswith("kernels on it: measured")

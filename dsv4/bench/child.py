@@ -23,6 +23,10 @@ class FailedError(Exception):
     """A call hung, ended its process or raised; the message says which."""
 
 
+class KilledError(FailedError):
+    """Something outside the process killed it while a call ran."""
+
+
 class Child:
     """Calls methods of an object that lives in another process; a context, which ends the process.
 
@@ -72,6 +76,7 @@ class Child:
 
         Raises:
             FailedError: if the call fails.
+            KilledError: if something else killed the process meanwhile.
             RuntimeError: if a killed process does not end.
         """
         connection = self._started()
@@ -84,7 +89,8 @@ class Child:
                 raise FailedError(error)
         except (EOFError, OSError):
             status = self._end(patience=_STATUS_SECONDS)
-            raise FailedError(f"crashed: its process ended with {_said(status)}") from None
+            kind = KilledError if status == -signal.SIGKILL else FailedError
+            raise kind(f"crashed: its process ended with {_said(status)}") from None
         except BaseException:
             self._end()
             raise
@@ -104,7 +110,7 @@ class Child:
             return self._running[1]
 
     def _end(self, patience: float = 0.0) -> int | None:
-        """Kill the process, if there is one that does not end by itself; return its status."""
+        """End the process, if there is one; return its status, or None if it had to be killed."""
         with self._changing:
             if self._running is None:
                 return None
@@ -112,15 +118,18 @@ class Child:
             self._running = None
         connection.close()
         process.join(patience)
+        status = process.exitcode
         process.kill()
         process.join(_END_SECONDS)
         if process.exitcode is None:
             raise RuntimeError(f"the killed process {process.pid} still runs: the GPU is stuck")
-        return process.exitcode
+        return status
 
 
 def _said(status: int | None) -> str:
-    if status is not None and status < 0:
+    if status is None:
+        return "no status in time"
+    if status < 0:
         return f"signal {signal.Signals(-status).name}"
     return f"status {status}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,7 +21,7 @@ from dsv4.bench.cases.other_formats import other_formats
 from dsv4.bench.measure import verify
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.config import ModelConfig
-from dsv4.self_check import is_of_a_capture
+from dsv4.self_check import is_of_a_capture, is_of_memory
 from dsv4.self_test import Unfinished
 
 # One token, numbers that fill no tile, and enough tokens for large tiles and tensor descriptors.
@@ -65,13 +66,18 @@ def wrong(op: str, name: str, device: torch.device, tokens: tuple[int, ...] = TO
 def problems(
     op: str, name: str, device: torch.device, tokens: tuple[int, ...] = TOKENS
 ) -> Iterator[tuple[Case, Problem]]:
-    """Cases that an implementation supports on a device."""
+    """Cases that an implementation supports on a device.
+
+    Raises:
+        Unfinished: if memory is missing, or a CUDA graph is captured elsewhere.
+    """
     [row] = [row for row in dispatch.implementations(op) if row.name == name]
     makers = [maker for function, maker in MAKERS.items() if op in operators(function)]
     for count in tokens:
         usual = (case for maker in makers for case in maker(config(), count))
         for case in chain(usual, other_formats(op, config(), count)):
-            problem = case.build(Draw(0, device))
+            with _no_verdict():
+                problem = case.build(Draw(0, device))
             call = dispatch.arguments(problem.function, *problem.args, **problem.kwargs)
             if call.op == op and row.unsupported_reason(call) is None:
                 yield case, problem
@@ -79,19 +85,31 @@ def problems(
 
 def _wrong(problem: Problem, name: str, device: torch.device) -> str | None:
     try:
-        for _ in range(_RUNS):
-            verdict = verify(problem, name)
-            if device.type == "cuda":  # the device's other streams may be captured
-                torch.cuda.current_stream(device).synchronize()
-            if not verdict.match:
-                return verdict.message
-    except torch.OutOfMemoryError as error:
-        raise Unfinished("the device has too little free memory for the self-test") from error
+        with _no_verdict():
+            for _ in range(_RUNS):
+                verdict = verify(problem, name)
+                if device.type == "cuda":  # the device's other streams may be captured
+                    torch.cuda.current_stream(device).synchronize()
+                if not verdict.match:
+                    return verdict.message
+    except Unfinished:
+        raise
     except Exception as error:
-        if is_of_a_capture(error):
-            raise Unfinished(f"a CUDA graph was captured during the self-test: {error}") from error
         return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
+
+
+@contextmanager
+def _no_verdict() -> Iterator[None]:
+    """Raise ``Unfinished`` for errors that say nothing of the kernel."""
+    try:
+        yield
+    except Exception as error:
+        if is_of_memory(error):
+            raise Unfinished("too little free memory for the self-test") from error
+        if is_of_a_capture(error):
+            raise Unfinished(f"a CUDA graph was captured during the self-test: {error}") from error
+        raise
 
 
 @dataclass(frozen=True)
@@ -130,14 +148,19 @@ def run_all(
     """
     for op in ops or dispatch.operators():
         for row in dispatch.implementations(op):
-            if row.proven is not None and any(problems(op, row.name, device, tokens)):
-                yield tested(row.op, row.name, device, tokens, keep=row.self_test is not None)
+            if row.proven is not None:
+                keep = row.self_test is not None
+                result = tested(row.op, row.name, device, tokens, keep=keep)
+                if result is not None:
+                    yield result
 
 
 def tested(
     op: str, name: str, device: torch.device, tokens: tuple[int, ...], *, keep: bool
-) -> Tested:
-    """Test a family; earlier verdicts do not matter.
+) -> Tested | None:
+    """Test a family, or return None if the device supports no case of it.
+
+    Earlier verdicts do not matter.
 
     Args:
         op: The operator.
@@ -152,6 +175,8 @@ def tested(
 
     start, untested, reason = time.perf_counter(), None, None
     try:
+        if not any(problems(op, name, device, tokens)):
+            return None
         reason = self_test.retested(op, name, device, test, keep=keep)
     except Unfinished as why:
         untested = str(why)

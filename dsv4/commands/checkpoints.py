@@ -217,13 +217,13 @@ def own_gpus() -> Iterator[str]:
     """
     from dsv4.cute.sm90.tuned import lines as plan_lines
     from dsv4.device import hopper
-    from dsv4.self_test import MEASURED, mark_of_gpu
+    from dsv4.self_test import MEASURED, RUN, mark_of_gpu
 
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         known = mark_of_gpu(torch.device("cuda", index))
-        advice = "" if known == MEASURED else "; python -m dsv4 env --selftest runs them"
+        advice = "" if known in (MEASURED, RUN) else "; python -m dsv4 env --selftest runs them"
         name = torch.cuda.get_device_name(index)
-        yield f"GPU {index} of this machine, {name}: kernels for such GPUs are {known}{advice}"
+        yield f"GPU {index} of this machine, {name}; kernels on it: {known}{advice}"
     if hopper() is not None:
         yield from plan_lines()
 

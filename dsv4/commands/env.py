@@ -68,7 +68,7 @@ def _test_gpu(index: int) -> int:
         print(f"  {tested}", flush=True)
         wrong += tested.wrong is not None
         right += tested.wrong is None and tested.untested is None
-    print(f"  {right} right, {wrong} wrong; kernels for such GPUs are: {mark_of_gpu(device)}")
+    print(f"  {right} right, {wrong} wrong; kernels on such a GPU: {mark_of_gpu(device)}")
     return int(wrong > 0 or right == 0)
 
 

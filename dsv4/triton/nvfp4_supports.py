@@ -55,7 +55,7 @@ def _dense(call: Call, args: GemmArgs | GemmSwigluArgs) -> str | None:
         or _moved(args.layout)
         or gemm_dtypes(args.x.dtype, args.out_dtype)
         or any_call(call)
-        or _no_block_scaled_mma(call.device)
+        or no_block_scaled_mma(call.device)
         or _stored(args.codes, args.scales)
     )
 
@@ -73,7 +73,7 @@ def grouped_gemm(call: Call) -> str | None:
         or _moved(args.layout)
         or gemm_dtypes(dtype, result)
         or any_call(call)
-        or _no_block_scaled_mma(call.device)
+        or no_block_scaled_mma(call.device)
     )
     if reason:
         return reason
@@ -102,7 +102,7 @@ def _moved(layout: str) -> str | None:
     )
 
 
-def _no_block_scaled_mma(device: torch.device) -> str | None:
+def no_block_scaled_mma(device: torch.device) -> str | None:
     """Return why a GPU does not multiply NVFP4 by ``mma.sync``; the interpreter does."""
     if device.type == "cpu":
         return None

@@ -116,12 +116,6 @@ def gemm(call: Call) -> str | None:
     return reason or dense_gemm_dtypes(args) or too_many(args.groups, "groups")
 
 
-def has_fp8_weight(call: Call) -> bool:
-    """Return whether the weight of ``gemm`` is FP8; the kernel for it was seen right on Hopper."""
-    args: GemmArgs = call.args
-    return args.format == FP8_BLOCK.name
-
-
 def gemm_swiglu(call: Call) -> str | None:
     """Return why ``gemm_swiglu`` with a weight of four bits is unsupported, or None."""
     args: GemmSwigluArgs = call.args

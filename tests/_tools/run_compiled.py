@@ -31,7 +31,7 @@ from dsv4.testing.assertions import assert_bitwise
 from dsv4.triton import moe_gather_quantize as moe_kernels
 from dsv4.triton import norm, quantize_fp8_token
 from dsv4.triton._lib import nvfp4_tile
-from tests._tools import compiled_caches
+from tests._tools import compiled_caches, compiled_four_bit
 from tests._tools.other_gpu import replace_launches
 from tests._tools.ptx import grid as ptx_grid
 from tests.ops.test_indexer import compact_case
@@ -245,13 +245,15 @@ INDEXER = {
     "index keys, mxfp4": lambda: selected("mxfp4"),
     "index keys, bf16 queries": lambda: selected(torch.bfloat16),
 }
-CASES |= INDEXER | compiled_caches.CASES
+# For GPUs whose tensor cores take operands from registers.
+OF_REGISTERS = compiled_caches.CASES | compiled_four_bit.CASES
+CASES |= INDEXER | OF_REGISTERS
 
 
 def cases_of(arch: int) -> list[str]:
     """Names of the cases that the grid can run; it runs ``mma.sync`` alone of tensor cores."""
     names = [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]
-    return [name for name in names if arch // 10 in (8, 12) or name not in compiled_caches.CASES]
+    return [name for name in names if arch // 10 in (8, 12) or name not in OF_REGISTERS]
 
 
 def main(arch: int, names: list[str]) -> int:

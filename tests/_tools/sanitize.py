@@ -12,6 +12,9 @@ each tensor is an allocation of its own, so a step past its end is seen.
 
 ``--fused`` runs the launches of ``FUSED`` alone: those that were merged, with the options and at
 the numbers of tokens that have code of their own. ``--dry-run`` lists the calls and needs no GPU.
+
+``gemm --backend triton --sizes small:1,wide:19`` runs the calls that a named kernel takes, in forms
+that the bench does not have: ``tests._tools.sanitized_problems``.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from dsv4.bench.problem import Case, Draw, Outputs
 from dsv4.cute.runtime.driver import Kernel
 from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.ops.indexer import indexer_select
+from tests._tools.sanitized_problems import problems
 from tests.cute.test_indexer import Coded, chosen, randomize_scales, rows_of
 
 SIZES = (
@@ -143,8 +147,10 @@ def fused(ops: list[str], *, dry_run: bool = False) -> int:
     return calls
 
 
-def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
-    """Run the operators named, or all; the number of calls."""
+def main(
+    ops: list[str], sizes: list[tuple[str, int]], rows: list[int], backend: str = "auto"
+) -> int:
+    """Run the operators named, or all, by an implementation; the number of calls."""
     calls = 0
     for op in ops or list(MAKERS):
         if all(
@@ -152,12 +158,13 @@ def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
         ):
             continue
         for preset, tokens in sizes:
-            for case in cases(op, preset, tokens):
-                problem = case.build(Draw(0, torch.device("cuda", 0)))
-                problem.run("auto")
+            for problem in problems(op, preset, tokens, torch.device("cuda", 0), backend):
+                problem.run(backend)
                 torch.cuda.synchronize()
                 calls += 1
         print(op, flush=True)
+        if backend not in ("auto", "cute"):
+            continue
         if op == "indexer_select":
             calls += long_rows()
         if op.startswith("grouped_gemm"):
@@ -199,7 +206,7 @@ def long_rows() -> int:
 
 
 def sizes_of(text: str) -> list[tuple[str, int]]:
-    """Presets and numbers of tokens: ``tiny:5,flash:19``."""
+    """Keys of ``sanitized_problems.CONFIGS`` and tokens: ``tiny:5,flash:19``."""
     pairs = [size.split(":") for size in listed(text)]
     return [(preset, int(tokens)) for preset, tokens in pairs]
 
@@ -217,6 +224,7 @@ def listed(text: str) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP")
+    parser.add_argument("--backend", default="auto", help="whose calls to run, such as triton")
     parser.add_argument("--sizes", type=sizes_of, default=list(SIZES))
     parser.add_argument("--rows", type=rows_of_one, default=list(ROWS))
     parser.add_argument("--fused", action="store_true", help="the calls of FUSED alone")
@@ -230,5 +238,6 @@ if __name__ == "__main__":
     if arguments.fused:
         number = fused(arguments.ops, dry_run=arguments.dry_run)
     else:
-        number = main(arguments.ops, arguments.sizes, arguments.rows)
+        options = (arguments.sizes, arguments.rows, arguments.backend)
+        number = main(arguments.ops, *options)
     print(f"{number} calls")

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ import torch
 from dsv4 import dispatch, self_check
 from dsv4.bench import guarded_self_test
 from dsv4.bench import self_test as cases
+from dsv4.bench.problem import Case
 from tests._tools import fake_kernel
 
 CPU = torch.device("cpu")
 FAMILY = ("rms_norm", "reference")
+SIGNALS = {"crashes": signal.SIGABRT, "killed": signal.SIGKILL}
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +31,8 @@ class Imposter:
     """Tests families in a process as their names say, without a kernel."""
 
     def test(self, op, name):
-        if op == "crashes":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if op in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[op])
         if op == "hangs":
             time.sleep(60)
         if op == "raises":
@@ -59,11 +62,34 @@ def test_a_kernel_that_ends_its_process_or_is_wrong_fails_alone(monkeypatch):
     assert [tested.op for tested in results] == [op for op in ops if op != "unsupported"]
     first, _, second, wrong, third, crashed, raised = results
     assert first.untested == second.untested == wrong.wrong != third.untested
-    assert crashed.wrong == "its test crashed: its process ended with signal SIGKILL"
+    assert crashed.wrong == "its test crashed: its process ended with signal SIGABRT"
     assert raised.wrong == "its test raised ZeroDivisionError: by the test"
     verdicts = {configuration.op: reason for configuration, reason in known.known.items()}
     expected = {"wrong": wrong.wrong, "crashes": crashed.wrong, "raises": raised.wrong}
     assert verdicts == {"right": None, **expected}
+
+
+def test_a_process_that_the_host_kills_is_no_verdict(monkeypatch, tmp_path):
+    """Linux does that when memory is full."""
+    known = self_check.Verdicts()
+    monkeypatch.setattr(guarded_self_test, "verdicts", lambda: known)
+    killed, right = guarded("killed", "right")
+    assert (killed.wrong, right.wrong, right.untested) == (None, None, None)
+    assert "its process ended with signal SIGKILL, as a host ends processes" in killed.untested
+    assert [configuration.op for configuration in known.known] == ["right"]
+
+
+def test_a_family_whose_cases_need_too_much_memory_is_no_verdict(monkeypatch, tmp_path):
+    def build(draw):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setitem(cases.MAKERS, "rms_norm", lambda *_: [Case("rms_norm", "", {}, 1, build)])
+    result = guarded_self_test.Tester(CPU).test(*FAMILY)
+    assert (result.wrong, result.untested) == (None, "too little free memory for the self-test")
+    [*_, row] = dispatch.implementations("rms_norm")
+    row = replace(row, proven=frozenset(), self_test="none:none")
+    guarded_self_test._keep(row, result, CPU)
+    assert not list(tmp_path.glob("*.verdict"))
 
 
 @pytest.mark.nightly

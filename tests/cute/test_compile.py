@@ -485,13 +485,14 @@ def test_one_image_is_for_all_of_blackwell():
     } == {(kind, "sm_100f") for kind in SMALL_M}
     for kind in SMALL_M:
         plan = next(plan for plan in every if type(plan) is kind)
-        codes = {
-            machine_code(cubin_cache.compile_image(plan, arch).cubin)
-            for arch in ("sm_100f", *BLACKWELL_NAMES)
-        }
-        assert len(codes) == 1
+        assert len(codes_of(plan, ("sm_100f", *BLACKWELL_NAMES))) == 1
         assert cubin_cache.target(plan, HOPPER) == HOPPER
     assert cubin_cache.target(WgmmaPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
+
+
+def codes_of(plan, architectures):
+    """The machine codes of a plan's kernel for some architectures, without repetitions."""
+    return {machine_code(cubin_cache.compile_image(plan, arch).cubin) for arch in architectures}
 
 
 def plans_of_rtx():
@@ -532,9 +533,9 @@ def test_rtx(kind, tmp_path):
         assert any(name.startswith("HMMA.16816.F32.BF16") for name in instructions)
         assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
 
-    assert {
-        cubin_cache.target(plan, arch) for plan in chosen for arch in ("sm_120a", "sm_121a")
-    } == {"sm_120f"}
+    names = ("sm_120a", "sm_121a")
+    assert {cubin_cache.target(plan, arch) for plan in chosen for arch in names} == {"sm_120f"}
+    assert len(codes_of(chosen[0], ("sm_120f", *names))) == 1
     check_each(chosen, tmp_path, check, "sm_120f")
 
 

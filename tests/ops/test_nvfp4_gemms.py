@@ -58,7 +58,7 @@ PLANS = [
 @pytest.fixture(autouse=True)
 def _has_the_instruction(request):
     if "device" in request.fixturenames and request.getfixturevalue("device").type == "cuda":
-        reason = nvfp4_supports._no_block_scaled_mma(GPU)
+        reason = nvfp4_supports.no_block_scaled_mma(GPU)
         if reason:
             pytest.skip(reason)
 

@@ -81,6 +81,32 @@ OLDEST = [
 ]
 
 
+# GEMMs with four-bit weights, which every architecture compiles to other code.
+FOUR_BITS = ["W4A16, 128 tokens", "experts, SwiGLU, 32 rows", "experts, MXFP4, 32 rows"]
+
+
+def run_of(arch, names):
+    """Run cases in another process; return the names of the kernels that ran and the cases' number.
+
+    Every case has to be equal.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests._tools.run_compiled", str(arch), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    lines = [line.split(" | ") for line in done.stdout.splitlines()]
+    assert [line[2] for line in lines] == ["equal"] * len(lines), (done.stdout, done.stderr[-4000:])
+    return {name for line in lines for name in line[1].split()}, len(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 89, 120])
+def test_four_bit_weights_on_other_gpus_are_near_float64(arch):
+    """A sample of ``compiled_four_bit.CASES``; the nightly profile runs them all."""
+    kernels, number = run_of(arch, FOUR_BITS)
+    assert number == len(FOUR_BITS)
+    assert {"_packed_gemm_kernel", "_packed_sum_kernel", "_grouped_kernel"} <= kernels
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "names"),
@@ -90,14 +116,10 @@ OLDEST = [
     ],
 )
 def test_kernels_of_other_gpus_give_the_references_bits(arch, names):
-    """Quantisers and caches do; GEMMs are near float64 (``compiled_caches``)."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests._tools.run_compiled", str(arch), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    lines = [line.split(" | ") for line in done.stdout.splitlines()]
-    assert [line[2] for line in lines] == ["equal"] * len(lines), (done.stdout, done.stderr[-4000:])
-    assert len(lines) == (len(names) or 62)
-    assert {name for line in lines for name in line[1].split()} >= {
+    """Quantisers and caches do; GEMMs are near float64 (``OF_REGISTERS``)."""
+    kernels, number = run_of(arch, names)
+    assert number == (len(names) or 84)
+    assert kernels >= {
         *("_queries_kernel", "score_pages_kernel", "_attend_kernel", "_merge_kernel"),
         *("_write_kernel", "_read_kernel", "_entry_kernel", "_gemm_kernel", "_grouped_kernel"),
     }
