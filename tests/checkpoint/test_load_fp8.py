@@ -51,6 +51,24 @@ def test_what_deepseek_publishes_is_exact(tmp_path, caplog, has_kernels):
         assert model(torch.arange(9)[None]).isfinite().all()
 
 
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_the_hint_is_seen_once_whatever_is_logged(tmp_path, caplog, capsys, has_kernels, level):
+    """Python's default drops INFO: the line then goes where the progress bar goes."""
+    source = saved(make_model(CONFIG), tmp_path, layout="deepseek")
+    with caplog.at_level(level, logger="dsv4.checkpoint"):
+        load(source)
+    logged = [r.getMessage() for r in caplog.records if HINT in r.getMessage()]
+    printed = [line for line in capsys.readouterr().err.splitlines() if HINT in line]
+    assert (len(logged), len(printed)) == ((0, 1) if level == logging.WARNING else (1, 0))
+    assert (logged + printed)[0].startswith(f"{source}: ")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="dsv4.checkpoint"):
+        load(source, progress=False)
+        load(source, activation="fp8")
+    assert not caplog.records
+    assert HINT not in capsys.readouterr().err
+
+
 def test_scales_from_data_are_counted(tmp_path, caplog, has_kernels):
     source = saved(mixed(1, ["nvfp4"]), tmp_path, layout="transformers")
     model, lines = loaded(source, caplog)
