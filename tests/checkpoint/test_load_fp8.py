@@ -7,12 +7,18 @@ import logging
 import pytest
 import torch
 
-from dsv4 import dispatch
+from dsv4 import device, dispatch
 from dsv4.checkpoint import load
 from dsv4.checkpoint.packing import report_fp8
 from dsv4.cute import supports
+from dsv4.layers.linear import Linear
 from dsv4.layers.pack import Packing
+from dsv4.ops.gemm import gemm
+from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.exact_fp8 import Exactness
+from dsv4.quant.formats import NVFP4
+from dsv4.testing import strategies
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget
 from tests.checkpoint.cases import make_model, saved
 from tests.checkpoint.load_cases import CONFIG, mixed
 from tests.checkpoint.test_load_packed import pretend_gpu
@@ -78,6 +84,57 @@ def test_scales_from_data_are_counted(tmp_path, caplog, has_kernels):
     counts = model.load_report.packing.fp8
     assert f"0 of {len(counts)} quantised weights are exact in FP8" in lines[0]
     assert f"{total.no_power} of {total.blocks} block scales are no power of two" in lines[1]
+
+
+def with_powers_of_two(model, largest):
+    """Give linear layers scales of 1; a row of one layer has 2^-9 and ``2 ** largest``.
+
+    Returns:
+        The name of that layer.
+    """
+    name, layer = next((n, m) for n, m in model.named_modules() if n.endswith("q_a_proj"))
+    for other in (m for m in model.modules() if isinstance(m, Linear) and m.format == NVFP4):
+        scales = torch.ones(other.weight_scale.shape)
+        if other is layer:
+            scales[3, 0], scales[3, 2] = 2.0**largest, 2.0**-9
+        other.weight_scale.data.copy_(scales)
+    return name
+
+
+@pytest.mark.parametrize("largest", [5, 6])
+def test_a_span_one_beyond_the_limit_falls_back(tmp_path, caplog, has_kernels, largest):
+    """In one block of a weight: the report, the log, ``explain`` and results follow."""
+    made, beyond = mixed(1, ["nvfp4"]), largest == 6
+    name = with_powers_of_two(made, largest)
+    source = saved(made, tmp_path, layout="transformers")
+    model, lines = loaded(source, caplog, activation="fp8")
+    exactness = model.load_report.packing.fp8[name]
+    assert (exactness.no_power, exactness.wide_rows) == (0, int(beyond))
+    assert exactness.wide_blocks == int(beyond)
+    assert exactness.is_exact != beyond
+    assert ("1 blocks are too far below" in " ".join(lines)) == beyond
+
+    layer = model.get_submodule(name)
+    weight, x = layer.quantized_weight(), strategies.normal(2, (5, layer.in_features))
+    call = dispatch.arguments(gemm, x.bfloat16(), weight, activation="fp8")
+    call = dispatch.Call(call.op, call.args, torch.device("cuda", 0))
+    with device.pretend(packages=True):
+        device.MACHINE.pretend(capability=(9, 0))
+        explanation = dispatch._explanation(call, "fp8")
+        automatic = dispatch._explanation(call, "auto")
+    reason = dict(explanation.candidates)["fp8"]
+    if beyond:
+        assert reason.startswith("the weight is not exact in FP8")
+        assert automatic.chosen == "cute"
+        assert f"1 of {exactness.blocks} blocks are more than 2^14 below" in automatic.note
+    else:
+        assert (explanation.chosen, reason) == ("fp8", None)
+    expected = gemm(x, weight.with_layout("linear"), activation="fp8")
+    assert_bitwise(gemm(x, weight, activation="fp8"), expected, "product")
+    left, right = dequantize(quantize(x, "fp8_token")), dequantize(weight)
+    assert_within_budget(
+        expected, left.double() @ right.double().T, 1e-5 * left.abs() @ right.abs().T, "product"
+    )
 
 
 def test_without_kernels_no_hint_is_given(tmp_path, caplog, monkeypatch):
