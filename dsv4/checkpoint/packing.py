@@ -157,6 +157,10 @@ def _report_exact(path: Path, model: nn.Module, packing: Packing) -> None:
             "scales are no power of two, %d blocks are too far below the largest of their row",
             *(path, len(others), total.no_power, total.blocks, total.wide_blocks),
         )
+    for name, counts in packing.fp8.items():
+        if 0 < len(counts.inexact) < len(counts.by_matrix):
+            text = "%s: %s is multiplied as bfloat16 because of some experts: %s"
+            _logger.info(text, path, name, counts.where)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -148,6 +148,21 @@ def test_without_kernels_no_hint_is_given(tmp_path, caplog, monkeypatch):
     assert ("no GEMM by FP8 tensor cores" in there) == all(row.name != "fp8" for row in rows)
 
 
+def test_experts_that_keep_a_stack_in_bfloat16_are_named(tmp_path, caplog):
+    counts = {
+        "experts.gate_up_proj": Exactness(300, 2, by_matrix=(0, 2, 0), first=8),
+        "experts.down_proj": Exactness(300, 9, by_matrix=(3, 4, 2)),
+        "q_a_proj": Exactness(100, 1),
+    }
+    with caplog.at_level(logging.INFO, logger="dsv4.checkpoint"):
+        report_fp8(tmp_path, torch.nn.Linear(2, 2), Packing(fp8=counts), "fp8")
+    named = [r.getMessage() for r in caplog.records if "because of some experts" in r.getMessage()]
+    assert [line.partition(": ")[2] for line in named] == [
+        "experts.gate_up_proj is multiplied as bfloat16 because of some experts: "
+        "1 of 3 matrices of the stack have such blocks: 9 (blocks: 2)"
+    ]
+
+
 def test_a_model_without_quantised_weights_has_nothing_to_say(caplog, tmp_path):
     with caplog.at_level(logging.INFO, logger="dsv4.checkpoint"):
         report_fp8(tmp_path, torch.nn.Linear(2, 2), Packing(), "bf16")
