@@ -232,18 +232,22 @@ def _reduced(op: str) -> tuple[Implementation, ...]:
 
 
 def _fp8(
-    module: str, supports: str, op: str, slower_than_later: str, *, reserves_sms: bool = False
+    module: str, supports: str, op: str, counted: str, *, reserves_sms: bool = False
 ) -> Implementation:
-    """Make the row of an operator whose GEMM runs on the FP8 tensor cores of Hopper."""
+    """Make the row of an operator whose GEMM runs on the FP8 tensor cores of Hopper.
+
+    ``counted``: ``"tokens"`` or ``"rows"`` of experts; it is too slow for few of them.
+    """
     return Implementation(
         op,
         "fp8",
         f"dsv4.cute.{module}:{op}",
         f"dsv4.cute.fp8_supports:{supports}",
-        f"dsv4.cute.fp8_supports:{slower_than_later}",
+        f"dsv4.cute.fp8_supports:few_{counted}",
         proven=_ON_HOPPER,
         reserves_sms=reserves_sms,
         plans=f"{_ORIGINS}:gemm_e4m3",
+        note=f"dsv4.cute.fp8_supports:{counted}_note",
     )
 
 
@@ -265,7 +269,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("quantize", "quantize_fp8_token"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm", "gemm", proven=_NOWHERE),
     *_fp4("gemm_nvfp4", "gemm", "gemm"),
-    _fp8("gemm_e4m3", "gemm", "gemm", "few_tokens", reserves_sms=True),
+    _fp8("gemm_e4m3", "gemm", "gemm", "tokens", reserves_sms=True),
     *_cute(
         *("small_m", "gemm_fp8_small_m", "fp8_small_m_gemm", "gemm"),
         slower_than_later="fp8_wgmma_is_faster",
@@ -300,7 +304,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("gemm", "gemm"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm_swiglu", "gemm_swiglu", proven=_NOWHERE),
     *_fp4("gemm_nvfp4", "gemm_swiglu", "gemm_swiglu"),
-    _fp8("gemm_e4m3", "gemm_swiglu", "gemm_swiglu", "few_tokens", reserves_sms=True),
+    _fp8("gemm_e4m3", "gemm_swiglu", "gemm_swiglu", "tokens", reserves_sms=True),
     *_cute(
         *("cute", "gemm", "gemm_swiglu", "gemm_swiglu"),
         proven=_ON_HOPPER,
@@ -325,8 +329,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("gemm_swiglu", "gemm_swiglu"),
     *_cute("tcgen05", "grouped_nvfp4", "tcgen05_grouped_gemm", *_GROUPED, proven=_NOWHERE),
     *_fp4("grouped_nvfp4", "grouped_gemm", *_GROUPED),
-    _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm", "few_rows"),
-    _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm_swiglu", "few_rows"),
+    _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm", "rows"),
+    _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm_swiglu", "rows"),
     *_cute(
         *("cute", "grouped_gemm", "grouped_gemm", *_GROUPED),
         proven=_ON_HOPPER,
@@ -335,7 +339,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     ),
     *_triton("grouped_gemm", "grouped_gemm", *_GROUPED, note=_FP8_AS_BF16),
     *_reference("grouped_gemm", *_GROUPED, waits=True),
-    _fp8(*("grouped_gemm_e4m3", "grouped_gemm_swiglu_fp8", "grouped_gemm_swiglu_fp8"), "few_rows"),
+    _fp8(*("grouped_gemm_e4m3", "grouped_gemm_swiglu_fp8", "grouped_gemm_swiglu_fp8"), "rows"),
     Implementation(
         "grouped_gemm_swiglu_fp8",
         "parts",

@@ -67,7 +67,8 @@ def fill(
         ignore: Shell patterns of canonical names that the model need not have, e.g. ``"mtp.*"``.
         check_values: Read all values once before writing any. Without it a bad value is found
             while filling, and what was filled before it stays.
-        progress: Whether to show a progress bar on stderr.
+        progress: Whether to show a progress bar on stderr, and the line that names FP8 activations
+            where they could be used.
 
     Returns:
         The layers that were packed and converted.
@@ -296,7 +297,10 @@ class _Filling:
         if packer is None:
             return Filled(None, self.options.conversion)
         report_packing(self.checkpoint.path, model, packer.report)
-        report_fp8(self.checkpoint.path, model, packer.report, self.options.activation)
+        report_fp8(
+            *(self.checkpoint.path, model, packer.report, self.options.activation),
+            shown=self.request.progress,
+        )
         return Filled(packer.report, self.options.conversion)
 
     def _each_slot(self, bar: Progress, action: Callable[[Slot], None]) -> None:

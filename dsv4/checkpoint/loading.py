@@ -68,8 +68,9 @@ def load(
         activation: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``: what quantised weights multiply. With
             ``"fp8"`` activations are rounded to FP8, as DeepSeek's own code rounds them; weights
             that are exact in FP8 lose nothing then on FP8 tensor cores, where there are kernels for
-            them (``load_report.packing.fp8``, and ``dsv4.explain`` of a GEMM). ``load`` logs in one
-            line when that is so and another activation was requested.
+            them (``load_report.packing.fp8``, and ``dsv4.explain`` of a GEMM). When that is so and
+            another activation was requested, one line says so: in the log, or on stderr if the
+            log drops INFO and ``progress`` is true.
         dtype: Dtype of plain weights, or its name; None keeps the checkpoint's. Weights of norms,
             sinks, hyper-connections and biases are not rounded to it.
         mtp: Draft layers: those of multi-token prediction, or the stages of a DSpark draft, which

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,27 +100,54 @@ def report_packing(path: Path, model: nn.Module, packing: Packing) -> None:
         _logger.log(level, text, path, len(names), reason, names[0])
 
 
-def report_fp8(path: Path, model: nn.Module, packing: Packing, activation: str) -> None:
+def report_fp8(
+    path: Path, model: nn.Module, packing: Packing, activation: str, *, shown: bool = False
+) -> None:
     """Log how many quantised weights are exact in FP8, and why the others are not.
 
-    With other activations than FP8 it logs one line, if FP8 tensor cores could multiply the
-    weights.
+    With other activations than FP8 it gives the line of ``fp8_hint`` alone.
+
+    Args:
+        path: The checkpoint's folder.
+        model: The model.
+        packing: Its packed layers.
+        activation: What quantised weights multiply.
+        shown: Whether stderr gets the hint if the logger, as by default, drops INFO.
     """
-    exact = [name for name, counts in packing.fp8.items() if counts.is_exact]
-    others = [counts for counts in packing.fp8.values() if not counts.is_exact]
-    device = next(model.parameters()).device
-    reason = supports.no_fp8_gemm(device)
-    if activation != "fp8":
-        if exact and reason is None:
-            _logger.info(
-                "%s: %d of %d quantised weights are exact in FP8: activation='fp8' multiplies them "
-                "by FP8 tensor cores, with activations rounded as DeepSeek's code rounds them",
-                *(path, len(exact), len(packing.fp8)),
-            )
+    if activation == "fp8":
+        _report_exact(path, model, packing)
+    hint = fp8_hint(model, packing, activation)
+    if hint is None:
         return
-    _logger.info(
-        "%s: %d of %d quantised weights are exact in FP8", path, len(exact), len(exact + others)
+    if shown and not _logger.isEnabledFor(logging.INFO):
+        print(f"{path}: {hint}", file=sys.stderr, flush=True)
+    else:
+        _logger.info("%s: %s", path, hint)
+
+
+def fp8_hint(model: nn.Module, packing: Packing, activation: str) -> str | None:
+    """Return a line that names FP8 activations, if FP8 tensor cores could multiply weights.
+
+    None if FP8 activations were requested, no weight is exact in FP8 or the GPU has no kernel.
+    """
+    exact = sum(counts.is_exact for counts in packing.fp8.values())
+    if activation == "fp8" or not exact or supports.no_fp8_gemm(_device(model)) is not None:
+        return None
+    return (
+        f"{exact} of {len(packing.fp8)} quantised weights are exact in FP8: activation='fp8' "
+        "multiplies them by FP8 tensor cores where that is faster (long prompts), with "
+        "activations rounded as DeepSeek's code rounds them"
     )
+
+
+def _report_exact(path: Path, model: nn.Module, packing: Packing) -> None:
+    """Log which weights FP8 tensor cores multiply without rounding, and why not the others."""
+    others = [counts for counts in packing.fp8.values() if not counts.is_exact]
+    number = len(packing.fp8)
+    _logger.info(
+        "%s: %d of %d quantised weights are exact in FP8", path, number - len(others), number
+    )
+    reason = supports.no_fp8_gemm(_device(model))
     if reason is not None:
         _logger.info("%s: FP8 activations are multiplied as bfloat16: %s", path, reason)
     if others:
@@ -129,6 +157,14 @@ def report_fp8(path: Path, model: nn.Module, packing: Packing, activation: str) 
             "scales are no power of two, %d blocks are too far below the largest of their row",
             *(path, len(others), total.no_power, total.blocks, total.wide_blocks),
         )
+    for name, counts in packing.fp8.items():
+        if 0 < len(counts.inexact) < len(counts.by_matrix):
+            text = "%s: %s is multiplied as bfloat16 because of some experts: %s"
+            _logger.info(text, path, name, counts.where)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _slow(layer: nn.Module) -> bool:

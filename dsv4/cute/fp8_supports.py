@@ -1,11 +1,13 @@
 """Reasons why a GEMM with FP8 arithmetic cannot run a call, or is slower; None: no reason.
 
+``tokens_note`` and ``rows_note`` name both estimated times, for ``dsv4.explain``.
+
 ``dsv4.implementations`` names these functions. Nothing here imports CuTeDSL.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -139,17 +141,52 @@ def grouped_gemm_swiglu_fp8(call: Call) -> str | None:
 
 def few_tokens(call: Call) -> str | None:
     """Return why a later row multiplies few tokens faster by estimated times, or None."""
+    compared = _tokens_compared(call)
+    return None if compared is None or compared.times.is_faster else str(compared)
+
+
+def few_rows(call: Call) -> str | None:
+    """Return why a later row is faster for few rows per expert by estimated times, or None."""
+    compared = _rows_compared(call)
+    return None if compared is None or compared.times.is_faster else str(compared)
+
+
+def tokens_note(call: Call) -> str | None:
+    """Return a sentence with the estimated times of a dense GEMM, or None without tokens."""
+    compared = _tokens_compared(call)
+    return None if compared is None else str(compared)
+
+
+def rows_note(call: Call) -> str | None:
+    """Return a sentence with the estimated times of a grouped GEMM, or None without rows."""
+    compared = _rows_compared(call)
+    return None if compared is None else str(compared)
+
+
+class _Compared(NamedTuple):
+    """Estimated times, and what they are for."""
+
+    times: e4m3_costs.Estimate
+    what: str
+
+    def __str__(self) -> str:
+        return (
+            f"FP8 arithmetic takes an estimated {self.times.fp8:.0f} us for {self.what}, "
+            f"bfloat16's {self.times.bfloat16:.0f}"
+        )
+
+
+def _tokens_compared(call: Call) -> _Compared | None:
     args: GemmArgs | GemmSwigluArgs = call.args
     rows, tokens, columns = args.codes.shape[0], args.x.shape[0], args.x.shape[-1]
     if not tokens:
         return None
     is_block = args.format == FP8_BLOCK.name
     times = e4m3_costs.estimate(rows, columns, tokens, is_block=is_block)
-    return _slower(times, f"{tokens} tokens")
+    return _Compared(times, f"{tokens} tokens")
 
 
-def few_rows(call: Call) -> str | None:
-    """Return why a later row is faster for few rows per expert by estimated times, or None."""
+def _rows_compared(call: Call) -> _Compared | None:
     args: _GroupedArgs = call.args
     _, rows, half = args.weight.shape
     count, experts = chosen_for(args)
@@ -157,14 +194,4 @@ def few_rows(call: Call) -> str | None:
         return None
     codes = isinstance(args, GroupedGemmSwigluFp8Args)
     times = e4m3_costs.estimate_experts(rows, 2 * half, experts, count, quantized_out=codes)
-    return _slower(times, f"{count} rows of {experts} experts")
-
-
-def _slower(times: e4m3_costs.Estimate, what: str) -> str | None:
-    """Return a sentence with both times if FP8 arithmetic is not faster, else None."""
-    if times.is_faster:
-        return None
-    return (
-        f"FP8 arithmetic takes an estimated {times.fp8:.0f} us for {what}, bfloat16's "
-        f"{times.bfloat16:.0f}"
-    )
+    return _Compared(times, f"{count} rows of {experts} experts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,9 +61,14 @@ class ExpertWeights(ExpertStacks):
             self._examine()
 
     def _examine(self) -> None:
-        """Find out which stacks FP8 tensor cores can multiply without a rounding."""
+        """Find out which stacks FP8 tensor cores can multiply without a rounding.
+
+        One launch multiplies all experts, so one expert that is not exact keeps the stack in
+        bfloat16; ``Exactness.inexact`` names it.
+        """
         for name in PROJECTIONS:
-            weight, self.exactness[name] = with_row_exponent(self.quantized_weight(name))
+            weight, exactness = with_row_exponent(self.quantized_weight(name))
+            self.exactness[name] = replace(exactness, first=self.first_expert)
             setattr(self, name + "_exponent", weight.row_exponent)
 
     @torch.no_grad()

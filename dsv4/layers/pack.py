@@ -27,7 +27,9 @@ class Packing:
         kept: Names of the other layers, and why each is unchanged.
         fp8: Counts of what keeps quantised weights from being exact in FP8, by name of a linear
             layer or of a stack of experts: of weights packed for Hopper, and of FP8 ones. Those
-            that are exact (``Exactness.is_exact``) lose nothing on FP8 tensor cores.
+            that are exact (``Exactness.is_exact``) lose nothing on FP8 tensor cores. A stack is
+            exact if all its experts are; ``Exactness.inexact`` has the numbers of those that are
+            not, with their counts of blocks.
     """
 
     packed: list[str] = field(default_factory=list)

@@ -29,6 +29,7 @@ _USUAL = 8 - HIGHEST
 # Bytes of converted weights that a GEMM holds at a time; a single matrix may take more.
 MOST_CONVERTED = 256 << 20
 _PIECE = 1 << 22  # block scales that are examined at once
+_NAMED = 4  # matrices of a stack that a reason names
 _NO_POWER = 127  # stands for the exponent of a scale that is no power of two
 
 
@@ -41,12 +42,17 @@ class Exactness:
         no_power: Block scales that are no power of two (0 and NaN are none).
         wide_rows: Rows whose scales' exponents differ by more than 14.
         wide_blocks: Blocks of these rows that are too far below the largest of their row.
+        by_matrix: Of a stack, how many such blocks (``no_power`` and ``wide_blocks``) each matrix
+            has; empty for a single matrix, and if no matrix has any.
+        first: Number of the stack's first matrix: of experts, the first one held here.
     """
 
     blocks: int
     no_power: int = 0
     wide_rows: int = 0
     wide_blocks: int = 0
+    by_matrix: tuple[int, ...] = ()
+    first: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -55,17 +61,41 @@ class Exactness:
 
     @property
     def reason(self) -> str | None:
-        """Return why the weight is not exact in E4M3, or None."""
+        """Return why the weight is not exact in E4M3, or None.
+
+        Of a stack it names the matrices that are not.
+        """
         if self.no_power:
-            return f"{self.no_power} of {self.blocks} block scales are no power of two"
-        if self.wide_rows:
-            return (
+            said = f"{self.no_power} of {self.blocks} block scales are no power of two"
+        elif self.wide_rows:
+            said = (
                 f"{self.wide_blocks} of {self.blocks} blocks are more than 2^{SPAN} below the "
                 f"largest of their row, in {self.wide_rows} rows"
             )
-        return None
+        else:
+            return None
+        return f"{said}; {self.where}" if self.where else said
+
+    @property
+    def inexact(self) -> dict[int, int]:
+        """Return the numbers of a stack's inexact matrices, with their counts of blocks."""
+        return {self.first + n: count for n, count in enumerate(self.by_matrix) if count}
+
+    @property
+    def where(self) -> str | None:
+        """Return which matrices of a stack are not exact, or None."""
+        inexact = self.inexact
+        if not inexact:
+            return None
+        named = [f"{number} (blocks: {count})" for number, count in inexact.items()]
+        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        return (
+            f"{len(named)} of {len(self.by_matrix)} matrices of the stack have such blocks: "
+            f"{', '.join(named[:_NAMED])}{more}"
+        )
 
     def __add__(self, other: Exactness) -> Exactness:
+        """Return the counts of both weights together, without those of single matrices."""
         return Exactness(
             self.blocks + other.blocks,
             self.no_power + other.no_power,
@@ -105,13 +135,23 @@ def examine(weight: QuantizedTensor) -> Examined:
     if not weight.scales.numel():
         usual = torch.full(shape, _USUAL, dtype=torch.int8, device=weight.device)
         return Examined(Exactness(0), usual)
-    scales = weight.scales.view(torch.uint8).reshape(-1, blocks)
+    matrices = weight.scales.view(torch.uint8).reshape(-1, weight.rows, blocks)
     height = max(1, _PIECE // (ROWS * blocks)) * ROWS
-    parts = [_examined(part, weight.layout) for part in scales.split(min(height, weight.rows))]
-    counts = Exactness(scales.numel(), *torch.stack([wrong for wrong, _ in parts]).sum(0).tolist())
+    pieces = [piece for matrix in matrices for piece in matrix.split(height)]
+    parts = [_examined(piece, weight.layout) for piece in pieces]
+    wrong = torch.stack([wrong for wrong, _ in parts]).view(len(matrices), -1, 3).sum(1)
+    counts = _counts(matrices.numel(), wrong.tolist())
     if not counts.is_exact:
         return Examined(counts, None)
     return Examined(counts, torch.cat([exponent for _, exponent in parts]).view(shape))
+
+
+def _counts(blocks: int, wrong: list[list[int]]) -> Exactness:
+    """Return the counts of a weight of ``blocks`` from those of its matrices."""
+    no_power, wide_rows, wide_blocks = (sum(column) for column in zip(*wrong, strict=True))
+    by_matrix = tuple(scales + wide for scales, _, wide in wrong)
+    is_stack = len(wrong) > 1 and any(by_matrix)
+    return Exactness(blocks, no_power, wide_rows, wide_blocks, by_matrix if is_stack else ())
 
 
 def _examined(scales: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:

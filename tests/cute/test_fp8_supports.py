@@ -92,11 +92,28 @@ def reason(call, requested="fp8"):
     return row.unsupported_reason(call, requested)
 
 
+def note(call):
+    """What ``explain`` adds to the choice of the row ``"fp8"``."""
+    explanation = dispatch._explanation(call, "auto")
+    assert explanation.chosen == "fp8"
+    assert f"     {explanation.note}" in str(explanation).splitlines()
+    return explanation.note
+
+
+def faster(said, what):
+    """Whether a note names both times for ``what``, and FP8's is the shorter."""
+    pattern = rf"FP8 arithmetic takes an estimated (\d+) us for {what}, bfloat16's (\d+)"
+    fp8, bfloat16 = map(int, re.fullmatch(pattern, said).groups())
+    return fp8 < bfloat16
+
+
 @pytest.mark.parametrize("layout", [None, FRAGMENTS])
 @pytest.mark.parametrize("op", DENSE, ids=lambda op: op.__name__)
 def test_auto_takes_it_for_many_tokens(op, layout):
     weight = sizes_of(4096, 8192)
-    assert dispatch.choose(call_of(op, weight, tokens=4096, layout=layout)).name == "fp8"
+    large_m = call_of(op, weight, tokens=4096, layout=layout)
+    assert dispatch.choose(large_m).name == "fp8"
+    assert faster(note(large_m), "4096 tokens")
     short = call_of(op, weight, tokens=128, layout=layout)
     assert dispatch.choose(short).name == "cute"
     assert re.search(r"an estimated \d+ us for 128 tokens, bfloat16's \d+", reason(short, "auto"))
@@ -107,7 +124,9 @@ def test_auto_takes_it_for_many_tokens(op, layout):
 @pytest.mark.parametrize("op", ROUTED, ids=lambda op: op.__name__)
 def test_auto_takes_it_for_many_rows_of_experts(op, layout):
     weight = sizes_of(64, 4096, 4096)
-    assert dispatch.choose(call_of_experts(op, weight, 64 * 1024, layout)).name == "fp8"
+    large_m = call_of_experts(op, weight, 64 * 1024, layout)
+    assert dispatch.choose(large_m).name == "fp8"
+    assert faster(note(large_m), "65536 rows of 64 experts")
     short = call_of_experts(op, weight, 64 * 32, layout)
     assert "of 64 experts" in reason(short, "auto")
     assert reason(short) is None
@@ -116,7 +135,9 @@ def test_auto_takes_it_for_many_rows_of_experts(op, layout):
 @pytest.mark.parametrize("layout", [None, LINEAR])
 def test_auto_takes_it_for_fp8_weights(layout):
     weight = sizes_of(4096, 8192, weight_format=FP8_BLOCK)
-    assert dispatch.choose(call_of(gemm, weight, tokens=1024, layout=layout)).name == "fp8"
+    large_m = call_of(gemm, weight, tokens=1024, layout=layout)
+    assert dispatch.choose(large_m).name == "fp8"
+    assert faster(note(large_m), "1024 tokens")
     assert "bfloat16" in reason(call_of(gemm, weight, tokens=16, layout=layout), "auto")
     other = call_of(gemm, weight, tokens=1024, layout=FRAGMENTS)
     assert dispatch.choose(other).name == "cute"

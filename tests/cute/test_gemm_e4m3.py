@@ -565,14 +565,20 @@ class TestExperts:
         assert_bitwise(got.view(torch.uint8), expected.codes.view(torch.uint8), "codes")
 
     @BOTH
-    def test_bad_rows_stay_alone(self, form):
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+    def test_bad_rows_stay_alone(self, form, value):
         made = Routed(3, [300, 20, 130], 512, 256)
         fields = {"limit": None, "row_weight": None, "result_layout": FRAGMENTS}
         op = "grouped_gemm_swiglu_fp8"
+        plain = GroupedGemmArgs(**made.fields(), out_dtype=torch.bfloat16, settled=False)
+        sums = routed(form, "grouped_gemm", plain)
         good = routed(form, op, GroupedGemmSwigluFp8Args(**made.fields(), **fields))
-        made.x[310, 3] = float("nan")
+        made.x[310, 3] = value
         bad = routed(form, op, GroupedGemmSwigluFp8Args(**made.fields(), **fields))
         rows = torch.arange(450, device="cuda") != 310
         for a, b in zip(good, bad, strict=True):
             assert_bitwise(a.view(torch.uint8)[rows], b.view(torch.uint8)[rows], "other rows")
         assert bool((bad[0].view(torch.uint8)[310] == 0x7F).all())
+        other = routed(form, "grouped_gemm", plain)
+        assert_bitwise(other[rows], sums[rows], "other rows of the product")
+        assert bool(other[310].isnan().all())

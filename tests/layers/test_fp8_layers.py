@@ -131,7 +131,12 @@ class TestExperts:
         module = experts(exact=False)
         module.pack()
         assert module.exactness["gate_up_proj"].is_exact
-        assert module.exactness["down_proj"] == Exactness(4 * 128 * 8, no_power=1)
+        inexact = Exactness(4 * 128 * 8, no_power=1, by_matrix=(0, 0, 1, 0))
+        assert module.exactness["down_proj"] == inexact
+        assert inexact.reason == (
+            "1 of 4096 block scales are no power of two; 1 of 4 matrices of the stack have such "
+            "blocks: 2 (blocks: 1)"
+        )
         up, down = (module.quantized_weight(n) for n in ("gate_up_proj", "down_proj"))
         assert up.validate().row_exponent.shape == (4, 256)
         assert down.row_exponent is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4.ops.quantize import dequantize, quantize
@@ -188,3 +190,33 @@ def test_a_wrong_row_exponent_is_refused():
         )
         with pytest.raises(error, match="row_exponent has"):
             wrong.validate()
+
+
+@given(
+    wrong=st.lists(st.sampled_from([0, 0, 0, 1, 3]), min_size=2, max_size=9),
+    layout=st.sampled_from([LINEAR, FRAGMENTS]),
+    wide=st.booleans(),
+)
+@example([1] * 6, LINEAR, False)
+def test_matrices_of_a_stack_are_named(wrong, layout, wide):
+    """With their blocks that are no powers of two, or one step beyond the span."""
+    scales = torch.ones(len(wrong), 16, 8)
+    for n, count in enumerate(wrong):
+        scales[n, 2, :count] = 2.0**-9 if wide else 1.125
+        if wide and count:
+            scales[n, 2, 7] = 2.0**6
+    codes = torch.zeros(len(wrong), 16, 64, dtype=torch.uint8)
+    stack = QuantizedTensor(codes, scales.to(torch.float8_e4m3fn), torch.ones(len(wrong), 1), NVFP4)
+    exactness = examine(stack.with_layout(layout)).exactness
+    assert (exactness.wide_blocks if wide else exactness.no_power) == sum(wrong)
+    assert exactness.inexact == {n: count for n, count in enumerate(wrong) if count}
+    moved = dataclasses.replace(exactness, first=100)
+    assert list(moved.inexact) == [100 + n for n in exactness.inexact]
+    if not any(wrong):
+        assert exactness == Exactness(len(wrong) * 16 * 8)
+        return
+    last = [f"{100 + n} (blocks: {count})" for n, count in enumerate(wrong) if count][:4][-1]
+    assert f"of {len(wrong)} matrices of the stack have such blocks: 10" in moved.reason
+    assert last in moved.reason
+    assert ("more" in moved.where) == (sum(map(bool, wrong)) > 4)
+    assert (exactness + exactness).inexact == {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +22,21 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.utils import allocate_kv_cache
 
+import dsv4
+from dsv4.checkpoint import save
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.cute import supports
 from dsv4.integrations.vllm import places
 from dsv4.integrations.vllm.engine import model, refusals, rows, specs
 from dsv4.integrations.vllm.engine.cache import EngineCache, EngineSize, _batch
 from dsv4.integrations.vllm.engine.options import Options
 from dsv4.integrations.vllm.engine.pages import GroupStep
 from dsv4.kv_cache.batch import Batch
+from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import random_model
+from tests.checkpoint.cases import make_model
+from tests.checkpoint.load_cases import CONFIG
+from tests.checkpoint.test_load_packed import pretend_gpu
 
 _TINY = ModelConfig.tiny(
     layer_types=(SLIDING, CSA, HCA, CSA), compress_rates={CSA: 4, HCA: 128}, sliding_window=128
@@ -160,6 +169,45 @@ def test_models_are_built_outside_vllms_default_dtype_and_device() -> None:
             assert torch.empty(1).device.type == "meta"
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.fixture(scope="module")
+def exact_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek's formats: experts from MXFP4 and FP8 128 x 128, all exact in FP8."""
+    folder = tmp_path_factory.mktemp("exact")
+    save(make_model(CONFIG), folder, layout="deepseek")
+    return folder
+
+
+@pytest.mark.parametrize("activation", ["bf16", "fp8"])
+def test_activations_of_the_options_are_those_of_the_model(
+    exact_checkpoint: Path,
+    activation: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Logits are those of ``dsv4.load`` with them; without FP8 vLLM's log names it."""
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(supports, "no_fp8_gemm", lambda device: None)
+    monkeypatch.setattr(model, "logger", lambda: logging.getLogger("dsv4_test"))
+    options = Options.of({"dsv4": {"activation": activation, "dtype": "float32"}})
+    settings = _settings(str(exact_checkpoint))
+    with caplog.at_level(logging.INFO, logger="dsv4_test"):
+        loaded = model._load(settings, options, torch.device("cpu"))
+    assert loaded.config.activation == activation
+    hints = [r for r in caplog.records if r.name == "dsv4_test"]
+    assert [("activation='fp8'" in r.getMessage()) for r in hints] == [True] * (activation != "fp8")
+    expected = dsv4.load(
+        exact_checkpoint, activation=activation, dtype="float32", mtp=False, progress=False
+    )
+    other = "fp8" if activation == "bf16" else "bf16"
+    differs = dsv4.load(
+        exact_checkpoint, activation=other, dtype="float32", mtp=False, progress=False
+    )
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert_bitwise(loaded(ids), expected(ids), "logits")
+        assert not torch.equal(loaded(ids), differs(ids))
 
 
 def test_a_profile_run_computes_as_many_tokens_as_a_step_has() -> None:

@@ -14,6 +14,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 import dsv4
+from dsv4.checkpoint.packing import fp8_hint
 from dsv4.integrations.vllm import check
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
@@ -188,7 +189,7 @@ def _own_defaults() -> Iterator[None]:
 
 
 def _load(vllm_config: VllmConfig, options: Options, device: torch.device) -> DeepseekV4ForCausalLM:
-    return dsv4.load(
+    model = dsv4.load(
         vllm_config.model_config.model,
         device=device,
         numerics=options.numerics,
@@ -202,6 +203,12 @@ def _load(vllm_config: VllmConfig, options: Options, device: torch.device) -> De
         progress=False,
         **_ranks(vllm_config),
     )
+    report = model.load_report
+    if report is not None and report.packing is not None:
+        hint = fp8_hint(model, report.packing, options.activation)
+        if hint is not None:
+            logger().info("%s", hint)
+    return model
 
 
 def _ranks(vllm_config: VllmConfig) -> dict[str, Any]:
