@@ -98,13 +98,13 @@ def load(
             calibrated input scales of the checkpoint. ``"token"``: stored input scales are left
             out, every NVFP4 layer makes a scale per token; ``dsv4.layers.calibrate`` can fix them
             later.
-        prepare: On a GPU, preparations after which the first prompt takes no longer than later
-            ones. True: the kernels of all steps are compiled, in parallel processes, or loaded if
-            they were compiled before or are in a bundle (``dsv4.warmup``); then the runner of
+        prepare: On a GPU, preparations after which the first prompt compiles, captures and imports
+            nothing. True: the kernels of all steps are compiled, in parallel processes, or loaded
+            if they were compiled before or are in a bundle (``dsv4.warmup``); then the runner of
             ``generate`` is made for one sequence of twice the tokens of a step by default (8192,
-            with a buffer for long prompts 32768), and its CUDA graphs are captured
-            (``dsv4.serving.prepare``, which says what memory that holds until
-            ``dsv4.serving.release``). ``"kernels"``: the kernels alone, for a
+            with a buffer for long prompts 32768), its CUDA graphs are captured, and calls of
+            ``generate`` are rehearsed (``dsv4.serving.prepare``, which says what memory that holds
+            until ``dsv4.serving.release``). ``"kernels"``: the kernels alone, for a
             ``dsv4.serving.Runner`` of your own, whose ``warm_up`` captures its graphs. False:
             nothing; kernels are compiled at their first launch. Without memory for it, or where a
             capture fails, a warning says so, and the first ``generate`` does it.

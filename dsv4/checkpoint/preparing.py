@@ -1,4 +1,4 @@
-"""Prepare a loaded model, so that its first prompt takes no longer than later ones."""
+"""Prepare a loaded model, so that its first prompt compiles, captures and imports nothing."""
 
 from __future__ import annotations
 

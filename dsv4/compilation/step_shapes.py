@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from dsv4.compilation.draft_steps import DraftShape, draft_shapes
 from dsv4.serving.prompts import BUCKETS
 
@@ -24,12 +26,15 @@ class StepShape:
         sequences: Their number; in a decode step that of tokens, and more where a step is padded.
         context: Tokens that a sequence has room for.
         index_format: Format of the indexer's keys; None: a runner's default.
+        watched: Classes of the modules that have hooks: such a module is called, and no kernel of
+            its neighbours does its work.
     """
 
     tokens: int
     sequences: int
     context: int
     index_format: str | None = None
+    watched: tuple[type[nn.Module], ...] = ()
 
 
 def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
@@ -60,6 +65,9 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
         if max_tokens >= _SHARING:
             shapes.append(StepShape(_SHARING, _SHARING, narrow + narrow // 2))
     shapes += [StepShape(n, m, context, "plain") for n in powers for m in (1, n)]
+    # Hooks change which kernels norms and sums of experts run in, by the number of tokens alone.
+    hooked = (nn.Module,)
+    shapes += [StepShape(n, n, context, watched=hooked) for n in sorted({*powers, *beyond})]
     return list(dict.fromkeys(shapes))
 
 

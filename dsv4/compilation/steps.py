@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from dsv4.compilation.draft_steps import DraftShape, has_draft, run_draft_step
 from dsv4.compilation.launch_recorder import LaunchRecorder, Ran, Steps, listing_for
@@ -27,11 +30,21 @@ from dsv4.serving._setup import Limits, default_index_format, default_window_pag
 _PACKING = "fragments"
 
 
+class OtherShape(Protocol):
+    """A shape of a step of a model that others build, which knows how to run it."""
+
+    def run(self, model: Any) -> None:
+        """Run the step."""
+
+
+Shape = StepShape | DraftShape | OtherShape
+
+
 def find_steps(
-    model: DeepseekV4ForCausalLM,
+    model: nn.Module,
     target: Target,
     max_tokens: int,
-    shapes: Sequence[StepShape | DraftShape] | None = None,
+    shapes: Sequence[Shape] | None = None,
 ) -> Steps:
     """Find what steps of decoding and prefill launch, what packing does, and the sampler.
 
@@ -41,27 +54,54 @@ def find_steps(
         model: On the meta device, packed for the GPU where it can be.
         target: The GPU.
         max_tokens: Most tokens of a step.
-        shapes: Shapes of the steps; None: ``every_shape``.
+        shapes: Shapes of the steps; None, of a model of this package: ``every_shape``.
     """
-    config = model.config
+    own = model if isinstance(model, DeepseekV4ForCausalLM) else None
     if shapes is None:
-        shapes = every_shape(max_tokens, config.max_position_embeddings, has_draft(model))
+        assert own is not None
+        most = own.config.max_position_embeddings
+        shapes = every_shape(max_tokens, most, has_draft(own))
     steps = Steps()
     with listing_for(target, steps) as names, torch.inference_mode():
         _pack(steps, names)
-        split = tensor_parallel(model.parallel)
-        if split is None or has_draft(model):
-            _sample(config)
-        if split is not None:
-            _gather(split)
+        if own is not None:
+            _choose_tokens(own)
         with LaunchRecorder(steps, names):
             for shape in shapes:
-                _step(model, shape)
+                with _watching(model, shape):
+                    _step(model, shape)
     return steps
 
 
-def _step(model: DeepseekV4ForCausalLM, shape: StepShape | DraftShape) -> None:
-    """A step as ``dsv4.serving.Runner`` runs it."""
+def _choose_tokens(model: DeepseekV4ForCausalLM) -> None:
+    """The sampler, or on several ranks what gathers its candidates."""
+    split = tensor_parallel(model.parallel)
+    if split is None or has_draft(model):
+        _sample(model.config)
+    if split is not None:
+        _gather(split)
+
+
+@contextmanager
+def _watching(model: nn.Module, shape: Shape) -> Iterator[None]:
+    """Give modules the hooks of a shape, as users, ``dsv4.debug`` and the bench do."""
+    kinds = shape.watched if isinstance(shape, StepShape) else ()
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, kinds):
+                hooks.callback(module.register_forward_hook(_ignore).remove)
+        yield
+
+
+def _ignore(module: nn.Module, inputs: object, output: object) -> None:
+    """See a result and do nothing."""
+
+
+def _step(model: Any, shape: Shape) -> None:
+    """A step as ``dsv4.serving.Runner`` runs it, or as its shape does."""
+    if not isinstance(shape, StepShape | DraftShape):
+        shape.run(model)
+        return
     context = min(shape.context, model.config.max_position_embeddings)
     # The number of a cache's sequences decides nothing.
     limits = Limits(2, context, min(context, step_tokens(model)), 0)

@@ -611,6 +611,7 @@ def test_a_model_on_a_gpu_is_measured_in_every_column(tmp_path: Path, monkeypatc
     rows = ["--tokens", "1,9", "--context", "300", "--prompts", "21"]
     assert main(["model", *sizes, *rows, "--profile", "--out", str(path)]) == 0
     results = document_of(path)
+    assert results["start"]["compiled_later"] == {}
     for row in results["rows"]:
         assert set(row["missing"]) == {"deterministic_ms"}
         assert row["bytes_ms"] < row["step_ms"] < row["eager_ms"]

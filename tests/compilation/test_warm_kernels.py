@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import dsv4
 from dsv4 import layers
@@ -77,6 +78,16 @@ def kernels_of(worker):
     return find
 
 
+# Modules with hooks, by which sums of experts and norms run in kernels of their own.
+WATCHED = (
+    layers.DeepseekV4Experts,
+    layers.DeepseekV4DecoderLayer,
+    layers.DeepseekV4RMSNorm,
+    layers.DeepseekV4HyperConnection,
+)
+HOOKS = ((), (), (nn.Module,), *((kind,) for kind in WATCHED), WATCHED[:2], WATCHED[:3])
+
+
 @st.composite
 def step(draw):
     """A step with any number of tokens and sequences, of any cache."""
@@ -85,7 +96,8 @@ def step(draw):
     if 32 <= tokens <= 1536:
         sequences = draw(st.one_of(st.just(sequences), st.integers(1, 64)))  # some of padding
     context = draw(st.one_of(st.integers(64, 65536), st.integers(64, 1 << 20)))
-    return StepShape(tokens, sequences, context, draw(st.sampled_from((None, "plain"))))
+    index_format = draw(st.sampled_from((None, "plain")))
+    return StepShape(tokens, sequences, context, index_format, draw(st.sampled_from(HOOKS)))
 
 
 POINTS = [("sm_90a", "flash", "bf16")]
@@ -99,6 +111,8 @@ if NIGHTLY:
 @given(shape=step())
 @example(shape=StepShape(1, 1, 256))
 @example(shape=StepShape(21, 1, 1024))
+@example(shape=StepShape(9, 9, 4096, watched=WATCHED[:1]))
+@example(shape=StepShape(300, 2, 4096, watched=WATCHED[2:]))
 @example(shape=StepShape(4096, 1, 65536))
 @example(shape=StepShape(32, 64, 1024))
 @example(shape=StepShape(185, 17, 2052))  # few more keys than are selected, in shared tiles

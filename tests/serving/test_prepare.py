@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from tests._tools.taped import replayed
 from tests.serving.cases import ToyModel, assert_empty, packed, plain_text
 
 LOGGER = "dsv4.serving"
+PACKAGE = dsv4.__file__.removesuffix("__init__.py")
 GREEDY = SamplingOptions(max_new_tokens=6, stop_ids=())
 
 
@@ -107,6 +110,59 @@ def test_the_first_call_captures_nothing(
                 assert result == [plain_text(gpu, prompt, GREEDY, 0) for prompt in texts]
     assert runner_of(gpu) is runner
     assert runner.captures == captures
+
+
+class Functions:
+    """Functions of this package that ran inside a ``with`` block."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __enter__(self) -> Functions:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            self.names.add(f"{code.co_filename}:{code.co_qualname}")
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_the_first_call_runs_nothing_that_was_not_rehearsed(
+    gpu: ToyModel, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_runner, "BUCKETS", (32, 64))
+    monkeypatch.setattr(prompts, "BUCKETS", (32, 64))
+    monkeypatch.delitem(sys.modules, "dsv4.serving.generation", raising=False)
+    with Functions() as rehearsed:
+        prepare(gpu, sequences, 128)
+    modules = set(sys.modules)
+    for sampler in (None, Sampler(0.7), Sampler(0.7, 0.9)):
+        for length in (1, 21, 40):
+            with Functions() as called:
+                gpu.generate([[7] * length] * sequences, 3, sampler=sampler, stop_ids=())
+            assert called.names - rehearsed.names == set()
+    assert set(sys.modules) == modules
+    assert any("generation.py:generate" in name for name in rehearsed.names)
+
+
+def test_a_rehearsal_leaves_random_numbers_and_says_nothing(
+    gpu: ToyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not of logits that are not finite either: the call that gets them raises."""
+    gpu.failing = set(range(1_000_003))
+    state = torch.get_rng_state()
+    with caplog.at_level(logging.INFO):
+        done = prepare(gpu, 2, 64)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (done.skipped, len(caplog.records)) == ("", 1)
+    assert_empty(runner_of(gpu))
+    with pytest.raises(RuntimeError, match="logits of prompt 0 for new token 1 have no finite"):
+        gpu.generate([[1, 2]], 6, stop_ids=())
 
 
 @pytest.mark.parametrize("rows", [2, 4])
