@@ -292,14 +292,14 @@ def slot_tokens(model: nn.Module) -> list[int]:
     ]
 
 
-def _hosted(model: nn.Module) -> Iterator[HostedExperts]:
-    for _, experts in experts_of(model):
-        if experts.hosted is not None:
-            yield experts.hosted
+def hosted_of(model: nn.Module) -> list[HostedExperts]:
+    """Return the experts of the main layers of which some are in host memory."""
+    layers = [experts.hosted for _, experts in experts_of(model)]
+    return [hosted for hosted in layers if hosted is not None]
 
 
 def _all_hosted(function: str, model: nn.Module) -> list[HostedExperts]:
-    layers = list(_hosted(model))
+    layers = hosted_of(model)
     if not layers:
         raise ValueError(f"{function}: the model has no experts in host memory, wanted some")
     return layers

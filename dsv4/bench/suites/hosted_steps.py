@@ -9,16 +9,19 @@ experts, the first ones, are the most used, as after ``dsv4.layers.repin_``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from dsv4.layers import DeepseekV4SparseMoeBlock
+from dsv4.layers._hosted_experts import HostedExperts
 from dsv4.layers.host_experts import CacheUse, cache_use
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.ops.expert_slots import expert_gather
 
 ROUTINGS = {"uniform": 0.0, "zipf 0.7": 0.7, "zipf 1": 1.0}  # exponents of the popularity
 WARM_STEPS = 96  # before those that are timed: one and a half times the decay of use counts
@@ -95,6 +98,55 @@ def drawn_routing(
     finally:
         for block, router in zip(blocks, routers, strict=True):
             block.gate = router
+
+
+@dataclass(frozen=True)
+class Reload:
+    """Loads experts of a layer again to the slots that hold them, which changes nothing.
+
+    Attributes:
+        hosted: Experts of the layer.
+        experts: int32, experts in slots that are not static.
+        targets: int32, these slots.
+    """
+
+    hosted: HostedExperts
+    experts: torch.Tensor
+    targets: torch.Tensor
+
+    def __call__(self) -> None:
+        """Launch the kernel."""
+        hosted = self.hosted
+        expert_gather(
+            hosted.memory, hosted.rows, hosted.row_of, self.experts, self.targets, hosted.chunks
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are loaded."""
+        return len(self.experts) * self.hosted.layout.row_bytes
+
+
+def reloads(layers: Sequence[HostedExperts], experts: int) -> list[Reload]:
+    """Spread a number of experts evenly over layers, each of which loads them again.
+
+    Args:
+        layers: Experts of the layers.
+        experts: How many are to be loaded; fewer if fewer are in slots that are not static.
+    """
+    result = []
+    for number, hosted in enumerate(layers):
+        share = experts * (number + 1) // len(layers) - experts * number // len(layers)
+        held = hosted.state.expert_in.tolist()
+        slots = [n for n in range(hosted.static_slots, hosted.slots) if held[n] >= 0][:share]
+        if slots:
+            tables = ([held[slot] for slot in slots], slots)
+            result.append(
+                Reload(
+                    hosted, *(torch.tensor(t, dtype=torch.int32).to(hosted.device) for t in tables)
+                )
+            )
+    return result
 
 
 def timed_steps(
