@@ -2,8 +2,10 @@
 
 A step that is replayed with the same tokens would choose the same experts, which are in slots from
 the second replay on. So each layer's router computes as ever, and experts drawn in advance replace
-its choice: other ones in every step. Popularity falls with the number of the expert, so the static
-experts, the first ones, are the most used, as after ``dsv4.layers.repin_``.
+its choice: other ones in every step. Those of hash layers are still known before the step begins,
+so a captured step loads them early, as it does without this. Popularity falls with the number of
+the expert, so the static experts, the first ones, are the most used, as after
+``dsv4.layers.repin_``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import nn
 
 from dsv4.layers import DeepseekV4SparseMoeBlock
 from dsv4.layers._hosted_experts import HostedExperts
+from dsv4.layers.early_experts import ChoosesByToken
 from dsv4.layers.host_experts import CacheUse, cache_use
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.expert_slots import expert_gather
@@ -53,6 +56,19 @@ class DrawnRouter(nn.Module):
         if options.get("routed") is not None:  # some go to no expert
             chosen = torch.where(indices < 0, indices, chosen)
         return scores, weights, chosen
+
+
+class DrawnHashRouter(DrawnRouter, ChoosesByToken):
+    """A hash layer's router whose table is replaced: its experts are known before the step."""
+
+    def experts_of(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the drawn experts, or those of the router's table for more tokens."""
+        tokens = len(input_ids)
+        if tokens > len(self.chosen):
+            table = self.router.tid2eid
+            assert isinstance(table, torch.Tensor)
+            return table[input_ids]
+        return self.chosen[:tokens]
 
 
 def draw_experts(
@@ -92,7 +108,8 @@ def drawn_routing(
     chosen = torch.zeros(shape, dtype=torch.int64, device=model.device)
     routers = [block.gate for block in blocks]
     for block, own in zip(blocks, chosen, strict=True):
-        setattr(block, "gate", DrawnRouter(block.gate, own))  # noqa: B010  (another type)
+        kind = DrawnHashRouter if block.is_hash else DrawnRouter
+        setattr(block, "gate", kind(block.gate, own))  # noqa: B010  (another type)
     try:
         yield chosen
     finally:

@@ -17,6 +17,7 @@ _ADDED = frozenset(
     {"ranks", "emulated", "parallel", "activation", "expected"}
     | {"drawn", "single_ms", "expert_ms", "verify_experts", "verify_over_single", "pass_ms"}
     | {"host_bytes", "static_bytes", "slot_bytes", "buffer_bytes", "gather_bytes", "gather_rate"}
+    | {"early_layers"}
 )
 
 
@@ -227,6 +228,8 @@ class HostedRow(Measured):
         static: Static experts of a layer.
         slots: Slots of a layer for the others.
         captured: Whether steps were replays of a CUDA graph.
+        early_layers: Hash layers whose experts a captured step loads from its start on; files
+            without this number are of steps in which there were none.
         steps: Timed steps, each with other experts.
         step_ms: Step, average.
         hit_rate: Share of a step's distinct experts that were in a slot.
@@ -246,6 +249,7 @@ class HostedRow(Measured):
     static: int = 0
     slots: int = 0
     captured: bool = False
+    early_layers: int = 0
     steps: int = 0
     step_ms: float | None = None
     hit_rate: float | None = None

@@ -31,6 +31,7 @@ from dsv4.bench.suites.whole_model import DecodeStep, replay_ms
 from dsv4.checkpoint.host_experts import KEPT_GPU_BYTES, ExpertSizes
 from dsv4.layers import _host_memory
 from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
+from dsv4.layers.early_experts import early_layers
 from dsv4.layers.host_experts import HostExperts, Hosting, hosted_of, slot_tokens
 from dsv4.layers.step_tokens import prompt_bytes
 
@@ -180,6 +181,7 @@ def _time(measurement: Measurement, row: HostedRow) -> None:
         fits = all(row.tokens <= most for most in slot_tokens(model))
         run = step.captured().replay if gpu and fits else step
         row.captured = gpu and fits
+        row.early_layers = early_layers(model.model.layers, row.tokens) if row.captured else 0
         row.step_ms, use = timed_steps(model, chosen, drawn, run, warm)
     row.steps = use.steps
     row.hit_rate = use.hit_rate
