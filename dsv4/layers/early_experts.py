@@ -73,6 +73,7 @@ def fetch_early(layers: Iterable[nn.Module], input_ids: torch.Tensor, step: Cach
         choose = _early_choice(block, len(flat))
         if choose is None:
             continue
+        assert isinstance(block, DeepseekV4SparseMoeBlock)
         work = f"experts of layer {number}"
         with streams.on(work, behind=before):
             ids = choose(flat)
