@@ -29,7 +29,8 @@ KEPT_GPU_BYTES = 8_000_000_000
 # and drawing weights. The stacks of one layer come on top.
 FILLING_GPU_BYTES = 2_000_000_000
 # Of a half of the buffer for long prompts. To fill both halves should take as long as a layer
-# computes without them: for 16384 tokens of Flash on an H100 17 ms. At 54.8 GB/s it is 19 ms.
+# computes without them: for 16384 tokens of Flash on an H100 17 ms (computed). At 50.8 GB/s
+# (measured on an H200) it is 21 ms.
 _HALF_BYTES = 1 << 29
 _CACHED_SHARE = 0.29  # of an H200's 210 experts of a Flash layer 60, of an H100's 104 experts 30
 _LEAST_TOKENS = 2  # whose experts "auto" has slots for: a token and one draft

@@ -124,8 +124,13 @@ def _is_config_alone(folder: Path) -> bool:
 def _host_lines(
     config: ModelConfig, weights: planner.Weights, machine: planner.Machine
 ) -> Iterator[str]:
-    """Describe one GPU with experts in host memory, if it needs them and they suffice."""
+    """Describe one GPU with experts in host memory, if it needs them and they suffice.
+
+    The host memory of this machine counts if it has such a GPU; otherwise the line names how much
+    must be free.
+    """
     from dsv4.checkpoint.host_experts import ExpertSizes, describe
+    from dsv4.layers import _host_memory
     from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
     from dsv4.layers.step_tokens import prompt_bytes
 
@@ -138,12 +143,25 @@ def _host_lines(
         int(other),
         prompt_bytes(config, STAGED_STEP_TOKENS),
     )
+    reserve, own = _host_memory.KEPT_BYTES, _is_here(machine)
+    host = _host_memory.available_bytes() - reserve if own else sizes.total
     try:
-        placement = sizes.placement(int(machine.gpu.memory), sizes.total)
-    except MemoryError:
+        placement = sizes.placement(int(machine.gpu.memory), host)
+    except MemoryError as error:
+        if own:
+            yield f"  host_experts='auto': does not fit this machine: {error}"
         return
     if placement is not None:
-        yield f"  host_experts='auto': fits, {describe(sizes, placement)}"
+        needed = f"if the host has {(sizes.host_bytes(placement) + reserve) / 1e9:.1f} GB free"
+        condition = f"this machine, whose host has {(host + reserve) / 1e9:.1f} GB free" * own
+        yield f"  host_experts='auto': fits {condition or needed}: {describe(sizes, placement)}"
+
+
+def _is_here(machine: planner.Machine) -> bool:
+    """Return whether this machine has a GPU of a kind."""
+    import torch
+
+    return torch.cuda.is_available() and machine.name in torch.cuda.get_device_name().upper()
 
 
 def run_verify(options: argparse.Namespace) -> int:

@@ -6,12 +6,13 @@ A copy waits until the last GEMM that read its half has ended, and GEMMs wait fo
 half. Which experts are copied depends on the slots alone, not on the tokens, so no copy waits for
 a router.
 
-Prediction, for 16384 tokens of Flash: a layer takes the longer one of two times. Its compute takes
-22 ms on an H100 (an all-resident model took 1928 ms for 32768 tokens in 43 layers). Its bytes take
-155 experts x 14.17 MB / 54.8 GB/s = 40 ms, on an H200 48 experts 12 ms. Copies decide on the H100:
-43 x 40 ms = 1.7 s, at most 2.2 s. If they waited during attention (13 ms a layer), as waves in
-slots do, it would be 2.3 s. On an H200 compute decides: 1.0 s, with waves in slots 1.1 s. Nothing
-of this has run on a GPU.
+For 16384 tokens of Flash a layer takes the longer one of two times. Its compute takes 22 ms (an
+all-resident model took 1928 ms for 32768 tokens in 43 layers on an H100). Its bytes, at the 50.8
+GB/s that an H200 measured, take 36 experts x 14.16 MB = 10 ms with 156 static experts and 64 slots,
+and 144 experts 40 ms with the 80 and 32 that fit an H100. On an H200 compute decides: computed 0.95
+s, measured 0.91 s; with waves in slots 1.0 s (computed). On an H100, where nothing of this has run,
+copies decide: computed 43 x 40 ms = 1.7 s. If they waited during attention (13 ms a layer), as
+waves in slots do, it would be 2.3 s.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from dsv4.layers._expert_rows import ExpertRows
 # experts that no token chooses. At 16 choices these are 1.3 % of all with Zipf 1 popularity.
 CHOICES_PER_EXPERT = 16
 # Tokens of a step of a prompt by default. Each step copies all experts without a slot, however many
-# tokens it has. A layer's copies take 12 ms on an H200 and 40 ms on an H100, and it computes 16384
-# tokens of Flash in 22 ms (computed): shorter steps wait for copies. A prompt of 16384 tokens in
-# four steps took 1958 ms on an H200, 490 ms each. Twice as many tokens need twice the memory.
+# tokens it has. A layer's copies take 10 ms on an H200 and 40 ms on an H100, and it computes 16384
+# tokens of Flash in 22 ms (computed): shorter steps wait for copies. A prompt of 16384 tokens took
+# 912 ms on an H200 in one step, and 1958 ms in four. Twice as many tokens need twice the memory.
 STAGED_STEP_TOKENS = 16384
 
 

@@ -8,7 +8,8 @@ begins after all earlier launches have ended, so nothing reads the slots that it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,19 @@ from dsv4.kv_cache.batch import CacheStep
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock
 from dsv4.layers.router import DeepseekV4HashRouter
 from dsv4.overlap import Streams, distant_streams
+
+
+class ChoosesByToken(ABC):
+    """Base class of routers whose experts depend on token ids, or on nothing, besides padding.
+
+    ``DeepseekV4HashRouter`` chooses so, too. A class derived from it is none of these, because it
+    may choose otherwise.
+    """
+
+    @abstractmethod
+    def experts_of(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the experts ``[T, k]`` that ``forward`` will choose for token ids ``[T]``."""
+
 
 _KEY = "arrival"  # of the values that a step keeps for its layers
 
@@ -56,12 +70,13 @@ def fetch_early(layers: Iterable[nn.Module], input_ids: torch.Tensor, step: Cach
     before = None
     for layer in layers:
         block, number = getattr(layer, "mlp", None), getattr(layer, "layer_idx", None)
-        if not isinstance(block, DeepseekV4SparseMoeBlock) or not _is_early(block, len(flat)):
+        choose = _early_choice(block, len(flat))
+        if choose is None:
             continue
-        router, work = block.gate, f"experts of layer {number}"
-        assert isinstance(router, DeepseekV4HashRouter)
+        assert isinstance(block, DeepseekV4SparseMoeBlock)
+        work = f"experts of layer {number}"
         with streams.on(work, behind=before):
-            ids = router.tid2eid[flat]
+            ids = choose(flat)
             if step.routed is not None:
                 ids = ids.masked_fill(step.routed.unsqueeze(1) < 0, -1)
             slots = block.experts.fetch(ids)
@@ -75,10 +90,25 @@ def arrival_of(step: CacheStep, layer_idx: int) -> Arrival | None:
     return arrival
 
 
-def _is_early(block: DeepseekV4SparseMoeBlock, tokens: int) -> bool:
-    """Return whether a block has a hash router, may miss experts, and has slots for the step."""
+def early_layers(layers: Iterable[nn.Module], tokens: int) -> int:
+    """Return the number of layers whose experts a captured step of some tokens loads early."""
+    blocks = [getattr(layer, "mlp", None) for layer in layers]
+    return sum(_early_choice(block, tokens) is not None for block in blocks)
+
+
+def _early_choice(block: object, tokens: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return the function that chooses a block's experts by token ids.
+
+    None if it chooses otherwise, can miss no expert, or has too few slots for the step.
+    """
+    if not isinstance(block, DeepseekV4SparseMoeBlock):
+        return None
     experts, hosted = block.experts, getattr(block.experts, "hosted", None)
-    if type(block.gate) is not DeepseekV4HashRouter or hosted is None:
-        return False
-    has_missing = hosted.cached_slots < hosted.experts - hosted.static_slots
-    return has_missing and hosted.obstacle(tokens * experts.num_experts_per_tok) is None
+    if hosted is None or hosted.cached_slots >= hosted.experts - hosted.static_slots:
+        return None
+    if hosted.obstacle(tokens * experts.num_experts_per_tok) is not None:
+        return None
+    router = block.gate
+    if type(router) is DeepseekV4HashRouter:
+        return router.tid2eid.__getitem__
+    return router.experts_of if isinstance(router, ChoosesByToken) else None

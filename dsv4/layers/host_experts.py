@@ -42,7 +42,8 @@ class HostExperts:
             the experts in the slots.
 
     Raises:
-        TypeError: if a number is no integer, or ``counts`` no tensor.
+        TypeError: if a number is no integer, or ``counts`` no tensor of integers.
+        ValueError: if a count is negative.
     """
 
     static: int
@@ -55,9 +56,8 @@ class HostExperts:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"HostExperts: {name} is {value!r}, wanted an integer")
-        if self.counts is not None and not isinstance(self.counts, torch.Tensor):
-            kind = type(self.counts).__name__
-            raise TypeError(f"HostExperts: counts is {kind}, wanted a tensor or None")
+        if self.counts is not None:
+            _check_counts("HostExperts", self.counts)
 
     def check(self, experts: int, layers: int, top_k: int) -> None:
         """Check it for a model.
@@ -90,6 +90,22 @@ class HostExperts:
         if self.counts is None:
             return list(range(self.static))
         return most_used(self.counts[layer].tolist(), self.static)
+
+
+def _check_counts(function: str, counts: object) -> None:
+    """Check that counts of use are a tensor of integers from 0.
+
+    Raises:
+        TypeError: if it is no tensor, or its dtype is no integer.
+        ValueError: if a count is negative.
+    """
+    if not isinstance(counts, torch.Tensor):
+        kind = type(counts).__name__
+        raise TypeError(f"{function}: counts is {kind}, wanted a tensor or None")
+    if counts.dtype.is_floating_point or counts.dtype.is_complex or counts.dtype == torch.bool:
+        raise TypeError(f"{function}: counts have dtype {counts.dtype}, wanted torch.int64")
+    if counts.numel() and not counts.is_meta and int(counts.min()) < 0:
+        raise ValueError(f"{function}: a count is {int(counts.min())}, wanted 0 or more")
 
 
 @dataclass(frozen=True)
@@ -276,14 +292,14 @@ def slot_tokens(model: nn.Module) -> list[int]:
     ]
 
 
-def _hosted(model: nn.Module) -> Iterator[HostedExperts]:
-    for _, experts in experts_of(model):
-        if experts.hosted is not None:
-            yield experts.hosted
+def hosted_of(model: nn.Module) -> list[HostedExperts]:
+    """Return the experts of the main layers of which some are in host memory."""
+    layers = [experts.hosted for _, experts in experts_of(model)]
+    return [hosted for hosted in layers if hosted is not None]
 
 
 def _all_hosted(function: str, model: nn.Module) -> list[HostedExperts]:
-    layers = list(_hosted(model))
+    layers = hosted_of(model)
     if not layers:
         raise ValueError(f"{function}: the model has no experts in host memory, wanted some")
     return layers
@@ -332,10 +348,13 @@ def repin_(model: nn.Module, counts: torch.Tensor | None = None) -> int:
         Number of experts that became static.
 
     Raises:
-        ValueError: if the model has no experts in host memory, or the counts have another shape.
+        TypeError: if the counts are no tensor of integers.
+        ValueError: if the model has no experts in host memory, the counts have another shape, or
+            one is negative.
     """
     layers = _all_hosted("repin_", model)
     counts = expert_counts(model) if counts is None else counts
+    _check_counts("repin_", counts)
     shape = [len(layers), layers[0].experts]
     if list(counts.shape) != shape:
         raise ValueError(f"repin_: counts have shape {list(counts.shape)}, wanted {shape}")

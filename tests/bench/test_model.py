@@ -312,6 +312,13 @@ class TestOnCpu:
             assert (row["missing"], row["captured"]) == ({}, False)
             assert 0 < row["hit_rate"] < 1
             assert row["loaded_bytes"] > 0
+            assert row["gather_rate"] > 0
+            expert = row["host_bytes"] / 6  # of 8 experts 6 are not static
+            assert row["gather_bytes"] % expert == 0
+            assert 0 < row["gather_bytes"] <= row["loaded_bytes"] + expert
+            assert row["static_bytes"] == pytest.approx(2 * expert, rel=0.1)
+            assert row["slot_bytes"] == pytest.approx(3 * expert, rel=0.1)
+            assert row["buffer_bytes"] == pytest.approx(4 * expert, rel=0.1)
         assert rows[0]["hit_rate"] < rows[2]["hit_rate"]
         assert "3 with experts in host memory" in capsys.readouterr().out.splitlines()[-1]
 

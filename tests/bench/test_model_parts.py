@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 import dsv4
 from dsv4.bench import environment
+from dsv4.bench.pages import models
 from dsv4.bench.results import text_of
 from dsv4.bench.suites.model import operators, report
 from dsv4.bench.suites.model.document import (
     DecodeRow,
+    HostedRow,
     ModelResults,
     Named,
     ProfileRow,
@@ -229,3 +231,35 @@ class TestDocument:
 )
 def test_folders_of_devices(name, folder):
     assert environment.slug(name) == folder
+
+
+class TestHosted:
+    """Memory of experts on both sides, and the rate of the kernels that load them."""
+
+    ROW = HostedRow(NAMED, routing="uniform", static=2, slots=3, step_ms=2.0, hit_rate=0.5)
+
+    def test_memory_and_the_rate_are_shown(self):
+        sizes = {"host_bytes": 60 * 10**9, "static_bytes": 90 * 10**9, "slot_bytes": 40 * 10**9}
+        row = dataclasses.replace(
+            self.ROW, **sizes, buffer_bytes=10**9, gather_rate=44.2, loaded_bytes=1e9
+        )
+        results = parse(document({}, ModelResults(hosted=[row])))
+        sentence = (
+            "Experts of 2+3: 60.0 GB in host memory; on the GPU 90.0 GB static, 40.0 GB of slots "
+            "and 1.0 GB of buffer for long prompts."
+        )
+        for lines in (report.lines(results, profile=False), models.sections(results)):
+            text = " ".join(" ".join(lines).split())
+            assert sentence in text
+            assert "44.2" in text
+            assert "alone" in text
+
+    def test_older_files_have_neither(self):
+        content = document({}, ModelResults(hosted=[dataclasses.replace(self.ROW, loaded_bytes=1)]))
+        for name in ("host_bytes", "static_bytes", "slot_bytes", "buffer_bytes"):
+            del content["hosted"][0][name]
+        for name in ("gather_bytes", "gather_rate"):
+            del content["hosted"][0][name]
+        results = parse(content)
+        assert "alone" not in " ".join(models.sections(results))
+        assert "in host memory; on the GPU" not in " ".join(report.lines(results, profile=False))

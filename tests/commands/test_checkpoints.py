@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from dsv4 import __main__ as command_line
 from dsv4.checkpoint import CheckpointError, save, verify
 from dsv4.checkpoint.shards import read_header
 from dsv4.commands import checkpoints
+from dsv4.layers import _host_memory
 from tests.checkpoint.cases import make_model
 
 
@@ -46,8 +48,26 @@ def test_inspect_says_how_much_goes_to_host_memory(capsys):
     assert command_line.main(["inspect", "--preset", "flash", "--gpus", "H200"]) == 0
     text = capsys.readouterr().out
     assert "does not fit" in text
-    assert "host_experts='auto': fits, of 256 experts of each layer 15" in text
+    assert re.search(
+        "host_experts='auto': fits if the host has 66\\.\\d GB free: of 256 experts", text
+    )
     assert "GB of weights and 0.6 GB for experts of long prompts on the GPU" in text
+
+
+@pytest.mark.parametrize(
+    ("free", "words"),
+    [
+        (90, "fits this machine, whose host has 90.0 GB free: of 256 experts of each layer 15"),
+        # Fewer slots, more static experts.
+        (50, "fits this machine, whose host has 50.0 GB free: of 256 experts of each layer 18"),
+        (20, "does not fit this machine: host_experts: a model of 16"),
+    ],
+)
+def test_inspect_counts_the_host_memory_of_its_own_machine(free, words, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoints, "_is_here", lambda machine: machine.name == "H200")
+    monkeypatch.setattr(_host_memory, "available_bytes", lambda: free * 10**9)
+    assert command_line.main(["inspect", "--preset", "flash", "--gpus", "H200"]) == 0
+    assert words in capsys.readouterr().out
 
 
 def test_a_sound_checkpoint(folder, capsys):

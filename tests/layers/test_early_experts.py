@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
 import dsv4
 from dsv4 import layers
-from dsv4.bench.suites.hosted_steps import DrawnRouter
+from dsv4.bench.suites.hosted_steps import DrawnRouter, draw_experts, drawn_routing
 from dsv4.config import CSA, SLIDING, ModelConfig
-from dsv4.layers import HostExperts, early_experts
+from dsv4.layers import DeepseekV4HashRouter, HostExperts, early_experts
+from dsv4.layers.host_experts import experts_of
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.overlap import Streams, distant_streams
 from dsv4.testing.assertions import assert_bitwise
@@ -104,6 +105,57 @@ def test_only_what_token_ids_choose_is_loaded_early(resident, monkeypatch):
     assert noted.events == [], "nothing is ever missing"
 
 
+def test_drawn_experts_of_hash_layers_are_loaded_early(resident, monkeypatch):
+    """What the bench draws is loaded early where token ids choose, with the bits of a late load."""
+    models, noted, results = [hosted(resident), hosted(resident)], Noted(), []
+    drawn = draw_experts(1.0, 6, 3, 2, 2, 8)
+    for model, streams in zip(models, (None, noted), strict=True):
+        monkeypatch.setattr(early_experts, "distant_streams", lambda _, own=streams: own)
+        cache = model.new_cache(2, 32)
+        rows = [cache.allocate(), cache.allocate()]
+        model.prefill([[1, 2, 3], [4]], cache, rows)
+        noted.events.clear()
+        with drawn_routing(model, 2) as chosen:
+            assert early_experts.early_layers(model.model.layers, 2) == 2
+            for step, experts in enumerate(drawn):
+                chosen.copy_(experts)
+                active = rows if step % 3 else [rows[0], -1]
+                logits = model.decode(torch.tensor([step, 7]), cache, active)
+                results.append(logits[: 2 if step % 3 else 1])
+    for number in range(6):
+        assert_bitwise(results[number], results[6 + number], f"step {number}")
+    of_step = [("on", "experts of layer 0", ""), ("on", "experts of layer 2", "experts of layer 0")]
+    assert [event for event in noted.events if event[0] == "on"] == of_step * 6
+    counts = [layers.expert_counts(model) for model in models]
+    assert torch.equal(*counts)
+    asked = torch.zeros(3, 8, dtype=torch.int64)
+    for step, experts in enumerate(drawn):
+        for layer in range(3):
+            asked[layer] += torch.bincount(
+                experts[layer, : 2 if step % 3 else 1].flatten(), minlength=8
+            )
+    before = torch.stack([m.hosted.state.totals for _, m in experts_of(prefilled(resident))])
+    assert torch.equal(counts[1] - before, asked), "the drawn experts, not those of the table"
+
+
+def prefilled(resident) -> DeepseekV4ForCausalLM:
+    model = hosted(resident)
+    cache = model.new_cache(2, 32)
+    model.prefill([[1, 2, 3], [4]], cache, [cache.allocate(), cache.allocate()])
+    return model
+
+
+def test_a_derived_hash_router_may_choose_otherwise(resident):
+    class Other(DeepseekV4HashRouter):
+        pass
+
+    model = hosted(resident)
+    assert early_experts.early_layers(model.model.layers, 2) == 2
+    model.model.layers[0].mlp.gate.__class__ = Other
+    assert early_experts.early_layers(model.model.layers, 2) == 1
+    assert early_experts.early_layers(model.model.layers, 3) == 0, "more experts than slots"
+
+
 def test_nothing_is_early_outside_of_a_capture():
     assert distant_streams(torch.zeros(1, 1)) is None
 
@@ -114,9 +166,10 @@ def test_experts_that_are_all_resident_fetch_none(resident):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_drawn", [False, True])
 @torch.inference_mode()
-def test_captured_steps_have_the_bits_of_all_resident_experts(resident):
-    """Replays with other tokens, whose hash layers load on a branch of the graph."""
+def test_captured_steps_have_the_bits_of_all_resident_experts(resident, is_drawn, monkeypatch):
+    """Replays with other tokens or drawn experts, whose hash layers load on a branch."""
     from dsv4.bench.suites.whole_model import DecodeStep
 
     models = [copy.deepcopy(resident).to("cuda", torch.bfloat16) for _ in range(2)]
@@ -125,13 +178,24 @@ def test_captured_steps_have_the_bits_of_all_resident_experts(resident):
         layers.pack_(model)
     layers.host_experts_(models[1], HostExperts(1, 4))
     dsv4.warmup(models[1], max_tokens=32, progress=False)  # in parallel processes
+    joined = []
+    join = early_experts.Arrival.joined
+    monkeypatch.setattr(
+        early_experts.Arrival, "joined", lambda self: joined.append(self.work) or join(self)
+    )
     steps = [DecodeStep(model, 2, 16) for model in models]
-    graphs = [step.captured() for step in steps]
-    for number in range(100):
-        tokens = torch.tensor([7 * number % 64, 11 * number % 64])
-        for step, graph in zip(steps, graphs, strict=True):
-            step.tokens.copy_(tokens)
-            graph.replay()
-        assert_bitwise(steps[1].logits, steps[0].logits, f"replay {number}")
+    drawn = draw_experts(1.0, 100, 3, 2, 2, 8).to("cuda")
+    with ExitStack() as stack:
+        chosen = [stack.enter_context(drawn_routing(m, 2)) for m in models if is_drawn]
+        graphs = [step.captured() for step in steps]
+        assert joined == ["experts of layer 0", "experts of layer 2"], "loaded late"
+        for number in range(100):
+            tokens = torch.tensor([7 * number % 64, 11 * number % 64])
+            for own in chosen:
+                own.copy_(drawn[number])
+            for step, graph in zip(steps, graphs, strict=True):
+                step.tokens.copy_(tokens)
+                graph.replay()
+            assert_bitwise(steps[1].logits, steps[0].logits, f"replay {number}")
     use = layers.cache_use(models[1])
     assert 0 < use.loaded < use.asked

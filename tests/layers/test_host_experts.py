@@ -322,7 +322,10 @@ class TestLayer:
             (HostExperts(13, 0), "static is 13, wanted 0 to 12"),
             (HostExperts(3, 2), "slots is 2, wanted 3 to 9"),
             (HostExperts(3, 10), "slots is 10, wanted 3 to 9"),
-            (HostExperts(3, 4, torch.zeros(1, 5)), r"counts have shape \[1, 5\], wanted \[1, 12\]"),
+            (
+                HostExperts(3, 4, torch.zeros(1, 5).long()),
+                r"counts have shape \[1, 5\], wanted \[1, 12\]",
+            ),
         ],
     )
     def test_what_does_not_fit_is_refused(self, placement, message):
@@ -333,6 +336,16 @@ class TestLayer:
     def test_numbers_of_another_type_are_refused(self, changes):
         with pytest.raises(TypeError, match=rf"{next(iter(changes))} is .*, wanted an integer"):
             HostExperts(**{"static": 3, "slots": 4, **changes})
+        for counts, message in (
+            (torch.rand(1, 12), r"counts have dtype torch\.float32, wanted torch\.int64"),
+            (torch.ones(1, 12, dtype=torch.bool), r"counts have dtype torch\.bool, wanted torch"),
+        ):
+            with pytest.raises(TypeError, match="HostExperts: " + message):
+                HostExperts(3, 4, counts)
+            with pytest.raises(TypeError, match="repin_: " + message):
+                layers.repin_(hosted(make_experts("plain"), 3, 4), counts)
+        with pytest.raises(ValueError, match="HostExperts: a count is -2, wanted 0 or more"):
+            HostExperts(3, 4, torch.tensor([[5, -2, 7]]))
         with pytest.raises(TypeError, match="counts is list, wanted a tensor or None"):
             HostExperts(3, 4, [1])
 

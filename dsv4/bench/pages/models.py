@@ -13,7 +13,7 @@ from dsv4.bench.suites.model.document import (
     ProfileRow,
     SpeculationRow,
 )
-from dsv4.bench.suites.model.report import model_words
+from dsv4.bench.suites.model.report import memory_words, model_words
 
 _STEP: dict[str, Callable[[DecodeRow], float | None]] = {
     "bound": lambda row: row.bound_ms,
@@ -69,18 +69,24 @@ def _hosted(rows: Sequence[HostedRow]) -> list[str]:
     if not rows:
         return []
     headings = ["experts", "sequences", "context", "static", "slots", "step", "hits %"]
-    headings += ["loaded MB", "GB/s"]
+    headings += ["loaded MB", "GB/s", "alone"]
     body = []
     for row in rows:
         sizes = [str(n) for n in (row.tokens, row.context, row.static, row.slots)]
         hits = None if row.hit_rate is None else 100 * row.hit_rate
         loaded = None if row.loaded_bytes is None else row.loaded_bytes / 1e6
-        body.append([row.routing, *sizes, *map(cell, (row.step_ms, hits, loaded, row.loaded_rate))])
+        figures = (row.step_ms, hits, loaded, row.loaded_rate, row.gather_rate)
+        body.append([row.routing, *sizes, *map(cell, figures)])
     words = (
         "Milliseconds of a step with experts in host memory, other experts in every step; static "
-        "experts and slots of a layer on the GPU; bytes loaded in a step, and these over its time:"
+        "experts and slots of a layer on the GPU; bytes loaded in a step, and these over its time; "
+        "alone: GB/s of the kernels that load as many experts, without the rest of the step:"
     )
-    return ["", *paragraph(words), "", *table(headings, body, texts=1)]
+    if all(row.gather_rate is None for row in rows):  # an older file
+        headings, body = headings[:-1], [cells[:-1] for cells in body]
+        words = words.partition("; alone")[0] + ":"
+    memory = [line for text in memory_words(rows) for line in ("", *paragraph(text))]
+    return ["", *paragraph(words), "", *table(headings, body, texts=1), *memory]
 
 
 def _prompts(results: ModelResults) -> list[str]:

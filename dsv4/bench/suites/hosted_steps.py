@@ -2,23 +2,29 @@
 
 A step that is replayed with the same tokens would choose the same experts, which are in slots from
 the second replay on. So each layer's router computes as ever, and experts drawn in advance replace
-its choice: other ones in every step. Popularity falls with the number of the expert, so the static
-experts, the first ones, are the most used, as after ``dsv4.layers.repin_``.
+its choice: other ones in every step. Those of hash layers are still known before the step begins,
+so a captured step loads them early, as it does without this. Popularity falls with the number of
+the expert, so the static experts, the first ones, are the most used, as after
+``dsv4.layers.repin_``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from dsv4.layers import DeepseekV4SparseMoeBlock
+from dsv4.layers._hosted_experts import HostedExperts
+from dsv4.layers.early_experts import ChoosesByToken
 from dsv4.layers.host_experts import CacheUse, cache_use
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.ops.expert_slots import expert_gather
 
 ROUTINGS = {"uniform": 0.0, "zipf 0.7": 0.7, "zipf 1": 1.0}  # exponents of the popularity
 WARM_STEPS = 96  # before those that are timed: one and a half times the decay of use counts
@@ -50,6 +56,19 @@ class DrawnRouter(nn.Module):
         if options.get("routed") is not None:  # some go to no expert
             chosen = torch.where(indices < 0, indices, chosen)
         return scores, weights, chosen
+
+
+class DrawnHashRouter(DrawnRouter, ChoosesByToken):
+    """A hash layer's router whose table is replaced: its experts are known before the step."""
+
+    def experts_of(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the drawn experts, or those of the router's table for more tokens."""
+        tokens = len(input_ids)
+        if tokens > len(self.chosen):
+            table = self.router.tid2eid
+            assert isinstance(table, torch.Tensor)
+            return table[input_ids]
+        return self.chosen[:tokens]
 
 
 def draw_experts(
@@ -89,12 +108,62 @@ def drawn_routing(
     chosen = torch.zeros(shape, dtype=torch.int64, device=model.device)
     routers = [block.gate for block in blocks]
     for block, own in zip(blocks, chosen, strict=True):
-        setattr(block, "gate", DrawnRouter(block.gate, own))  # noqa: B010  (another type)
+        kind = DrawnHashRouter if block.is_hash else DrawnRouter
+        setattr(block, "gate", kind(block.gate, own))  # noqa: B010  (another type)
     try:
         yield chosen
     finally:
         for block, router in zip(blocks, routers, strict=True):
             block.gate = router
+
+
+@dataclass(frozen=True)
+class Reload:
+    """Loads experts of a layer again to the slots that hold them, which changes nothing.
+
+    Attributes:
+        hosted: Experts of the layer.
+        experts: int32, experts in slots that are not static.
+        targets: int32, these slots.
+    """
+
+    hosted: HostedExperts
+    experts: torch.Tensor
+    targets: torch.Tensor
+
+    def __call__(self) -> None:
+        """Launch the kernel."""
+        hosted = self.hosted
+        expert_gather(
+            hosted.memory, hosted.rows, hosted.row_of, self.experts, self.targets, hosted.chunks
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are loaded."""
+        return len(self.experts) * self.hosted.layout.row_bytes
+
+
+def reloads(layers: Sequence[HostedExperts], experts: int) -> list[Reload]:
+    """Spread a number of experts evenly over layers, each of which loads them again.
+
+    Args:
+        layers: Experts of the layers.
+        experts: How many are to be loaded; fewer if fewer are in slots that are not static.
+    """
+    result = []
+    for number, hosted in enumerate(layers):
+        share = experts * (number + 1) // len(layers) - experts * number // len(layers)
+        held = hosted.state.expert_in.tolist()
+        slots = [n for n in range(hosted.static_slots, hosted.slots) if held[n] >= 0][:share]
+        if slots:
+            tables = ([held[slot] for slot in slots], slots)
+            result.append(
+                Reload(
+                    hosted, *(torch.tensor(t, dtype=torch.int32).to(hosted.device) for t in tables)
+                )
+            )
+    return result
 
 
 def timed_steps(

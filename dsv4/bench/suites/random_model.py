@@ -97,6 +97,23 @@ def random_model(
     return model.eval().requires_grad_(False)
 
 
+@torch.no_grad()
+def random_experts(
+    config: ModelConfig, device: torch.device, weights: Weights
+) -> DeepseekV4Experts:
+    """Return the routed experts of one layer, not packed.
+
+    Args:
+        config: The model's.
+        device: Where they are drawn and stay.
+        weights: How they are stored.
+    """
+    with torch.device("meta"):
+        experts = DeepseekV4Experts(config).to(torch.bfloat16)
+    _Draw(config, device, weights).experts(experts)
+    return experts.eval().requires_grad_(False)
+
+
 def _parts(model: DeepseekV4ForCausalLM) -> list[tuple[str, nn.Module]]:
     """The decoder layers and draft layers one by one, then what is around them."""
     layers = [(f"model.layers.{i}", layer) for i, layer in enumerate(model.model.layers)]

@@ -16,6 +16,8 @@ SCHEMA = "dsv4.bench.model/1"
 _ADDED = frozenset(
     {"ranks", "emulated", "parallel", "activation", "expected"}
     | {"drawn", "single_ms", "expert_ms", "verify_experts", "verify_over_single", "pass_ms"}
+    | {"host_bytes", "static_bytes", "slot_bytes", "buffer_bytes", "gather_bytes", "gather_rate"}
+    | {"early_layers"}
 )
 
 
@@ -226,10 +228,19 @@ class HostedRow(Measured):
         static: Static experts of a layer.
         slots: Slots of a layer for the others.
         captured: Whether steps were replays of a CUDA graph.
+        early_layers: Hash layers whose experts a captured step loads from its start on; files
+            without this number are of steps in which there were none.
         steps: Timed steps, each with other experts.
         step_ms: Step, average.
         hit_rate: Share of a step's distinct experts that were in a slot.
         loaded_bytes: Bytes that a step loaded from host memory, average.
+        host_bytes: Bytes of experts in host memory; 0, as in the next three: an older file.
+        static_bytes: Bytes of static experts on the GPU.
+        slot_bytes: Bytes of the other slots.
+        buffer_bytes: Bytes of the buffer for long prompts, on the GPU.
+        gather_bytes: Bytes that ``gather_rate`` is about: as many experts as a step loaded.
+        gather_rate: GB/s of ``expert_gather`` alone, which copies these experts, layer after layer;
+            on a GPU in a replay.
     """
 
     tokens: int = 0
@@ -238,10 +249,17 @@ class HostedRow(Measured):
     static: int = 0
     slots: int = 0
     captured: bool = False
+    early_layers: int = 0
     steps: int = 0
     step_ms: float | None = None
     hit_rate: float | None = None
     loaded_bytes: float | None = None
+    host_bytes: int = 0
+    static_bytes: int = 0
+    slot_bytes: int = 0
+    buffer_bytes: int = 0
+    gather_bytes: int = 0
+    gather_rate: float | None = None
 
     @property
     def loaded_rate(self) -> float | None:
@@ -366,6 +384,8 @@ def validate(content: Any) -> None:
             _fields(where, row, _names(kind))
             _fields(f"{where}.model", row["model"], _names(Named))
             for figure in _figures(kind):
+                if figure not in row:  # an older file
+                    continue
                 value, reason = row[figure], row["missing"].get(figure)
                 if value is None and reason is None:
                     raise ValueError(f"results: {where}.{figure} is None, wanted why in missing")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import nn
 
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites.hosted_steps import (
@@ -13,17 +15,24 @@ from dsv4.bench.suites.hosted_steps import (
     WARM_STEPS,
     draw_experts,
     drawn_routing,
+    reloads,
     timed_steps,
 )
 from dsv4.bench.suites.model.document import HostedRow
-from dsv4.bench.suites.model.measure import Measurement, has_graphs
+from dsv4.bench.suites.model.measure import (
+    Measurement,
+    SkippedError,
+    has_graphs,
+    seconds_of,
+)
 from dsv4.bench.suites.model.memory import caches_of, free_bytes, model_bytes, reserve_bytes
 from dsv4.bench.suites.model.request import ModelRequest
-from dsv4.bench.suites.whole_model import DecodeStep
+from dsv4.bench.suites.whole_model import DecodeStep, replay_ms
 from dsv4.checkpoint.host_experts import KEPT_GPU_BYTES, ExpertSizes
 from dsv4.layers import _host_memory
 from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
-from dsv4.layers.host_experts import HostExperts, Hosting, slot_tokens
+from dsv4.layers.early_experts import early_layers
+from dsv4.layers.host_experts import HostExperts, Hosting, hosted_of, slot_tokens
 from dsv4.layers.step_tokens import prompt_bytes
 
 
@@ -107,9 +116,50 @@ def measure(measurement: Measurement, tokens: int, context: int) -> list[HostedR
         for routing in ROUTINGS
     ]
     for row in rows:
+        _count_bytes(row, measurement.model)
         figures = ("step_ms", "hit_rate", "loaded_bytes")
         measurement.take(row, figures, partial(_time, measurement, row))
+        measurement.take(row, ("gather_rate",), partial(_time_gather, measurement, row))
     return rows
+
+
+def _count_bytes(row: HostedRow, model: nn.Module) -> None:
+    """Count the bytes of experts on both sides."""
+    buffers = {}
+    for hosted in hosted_of(model):
+        static = hosted.layout.slot_bytes * hosted.static_slots // hosted.slots
+        row.host_bytes += hosted.rows.nbytes
+        row.static_bytes += static
+        row.slot_bytes += hosted.layout.slot_bytes - static
+        if hosted.staging is not None:
+            buffers[id(hosted.staging)] = hosted.staging.nbytes
+    row.buffer_bytes = sum(buffers.values())
+
+
+@torch.inference_mode()
+def _time_gather(measurement: Measurement, row: HostedRow) -> None:
+    """Time the kernels that load as many experts as a step did, without anything else."""
+    if row.loaded_bytes is None:
+        raise SkippedError("the steps were not timed")
+    layers, device = hosted_of(measurement.model), measurement.request.device
+    loads = reloads(layers, math.ceil(row.loaded_bytes / layers[0].layout.row_bytes))
+    row.gather_bytes = sum(load.nbytes for load in loads)
+    if not loads:
+        raise SkippedError("the steps loaded no expert")
+
+    def gather() -> None:
+        for load in loads:
+            load()
+
+    gather()  # compiles, if anything is to be compiled
+    if has_graphs(device):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            gather()
+        milliseconds = replay_ms(graph, measurement.request.replays)
+    else:
+        milliseconds = 1e3 * seconds_of(device, gather)
+    row.gather_rate = row.gather_bytes / milliseconds / 1e6
 
 
 @torch.inference_mode()
@@ -131,6 +181,7 @@ def _time(measurement: Measurement, row: HostedRow) -> None:
         fits = all(row.tokens <= most for most in slot_tokens(model))
         run = step.captured().replay if gpu and fits else step
         row.captured = gpu and fits
+        row.early_layers = early_layers(model.model.layers, row.tokens) if row.captured else 0
         row.step_ms, use = timed_steps(model, chosen, drawn, run, warm)
     row.steps = use.steps
     row.hit_rate = use.hit_rate

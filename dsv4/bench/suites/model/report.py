@@ -33,6 +33,7 @@ _HEADS = ("model", "nvfp4")
 _VERIFIED = ("verified", "single", "verify", "experts", "more", "ratio")
 _HOSTED = (
     "tokens", "context", "routing", "experts", "step", "ms", "hits %", "loaded MB", "GB / s",
+    "alone",
 )  # fmt: skip
 _PROFILE = ("operator", "ms", "share %", "launches", "names")
 
@@ -245,14 +246,29 @@ def _hosted(rows: Sequence[HostedRow]) -> list[str]:
         cells += ["graph" if row.captured else "eager", _ms(row.step_ms)]
         cells += ["-" if row.hit_rate is None else f"{100 * row.hit_rate:.1f}"]
         cells += ["-" if loaded is None else f"{loaded:.1f}"]
-        cells += ["-" if row.loaded_rate is None else f"{row.loaded_rate:.1f}"]
+        cells += ["-" if x is None else f"{x:.1f}" for x in (row.loaded_rate, row.gather_rate)]
         body.append(cells)
     return [
         "",
         "ms per step with experts in host memory, other experts in every step; static + slots of a",
-        "layer; loaded: from host memory per step, and that over the time of the step",
+        "layer; loaded: from host memory per step, and that over the time of the step; alone: GB/s",
+        "of the kernels that load as many experts, without the rest of the step",
         *plain(_HOSTED, body),
+        *(line for words in memory_words(rows) for line in wrapped(words)),
     ]
+
+
+def memory_words(rows: Sequence[HostedRow]) -> list[str]:
+    """Say how many bytes of experts lie where, in a sentence for each placement."""
+    known = [row for row in rows if row.host_bytes]
+    return list(
+        dict.fromkeys(
+            f"Experts of {row.static}+{row.slots}: {row.host_bytes / 1e9:.1f} GB in host memory; "
+            f"on the GPU {row.static_bytes / 1e9:.1f} GB static, {row.slot_bytes / 1e9:.1f} GB of "
+            f"slots and {row.buffer_bytes / 1e9:.1f} GB of buffer for long prompts."
+            for row in known
+        )
+    )
 
 
 def profile_lines(row: ProfileRow) -> list[str]:
