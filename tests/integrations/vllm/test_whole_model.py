@@ -20,12 +20,16 @@ from dsv4.testing.assertions import assert_bitwise
 pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm has it")
 
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.models.deepseek_v41.quant_config import DeepseekV4FP8Config
 
 from dsv4.integrations.vllm import compile_kernels, deepseek, linear, places, shared_expert, warm
 from dsv4.integrations.vllm.report import Report, path_of_stage
 from tests.integrations.vllm import build
 
 pytestmark = pytest.mark.usefixtures("vllm_world")
+vllm_quant_method = DeepseekV4FP8Config.get_quant_method
 # Names in vLLM's layers, and this package's, whose matrices they are.
 LINEARS = {
     "attn.fused_wqa_wkv": ("self_attn.q_a_proj", "self_attn.kv_proj"),
@@ -104,9 +108,18 @@ def test_the_report_names_every_place_and_is_saved(loaded):
     replaced = [row.place for row in report.rows if row.replaced]
     assert len(replaced) == 2 * 4 + len(LINEARS) * 4 - 2
     assert len(set(replaced)) == len(replaced)
+    linears = {
+        name
+        for name, module in loaded.model.named_modules()
+        if isinstance(module, LinearBase | ParallelLMHead)
+    }
+    assert linears == {row.place for row in report.rows if row.part == "linear"}
     others = [row for row in report.rows if not row.replaced]
-    assert {row.place.rpartition(".")[2] for row in others} == {"wo_a"}
-    assert report.complete, "wo_a is read by the attention alone, which is not asked for"
+    plain = {row.place.rpartition(".")[2] for row in others if "not quantised" in row.reason}
+    assert plain == {"gate", "weights_proj", "fused_wkv_wgate", "lm_head"}
+    names = {row.place.rpartition(".")[2] for row in others}
+    assert names - plain == {"wo_a"}, "the attention alone reads it, which is not asked for"
+    assert report.complete
     path = path_of_stage(0, 1)
     assert path.name == "report-0-of-1.json"
     assert Report.read(path) == report
@@ -214,14 +227,35 @@ def test_strict_refuses_what_is_left(tmp_path):
     with mock.patch.dict("os.environ", environment), build.hopper(config):
         model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
         build.load_model(model, config)
-        (left,) = (row for row in model.dsv4.report.rows if not row.replaced)
-        assert left.place == "model.layers.0.attn.wo_a"
+        left = next(row for row in model.dsv4.report.rows if row.place.endswith("wo_a"))
         assert left.reason in str(model.dsv4.report)
         unread = mock.patch.object(linear, "_unread", return_value="nobody reads it")
         config.compilation_config.static_forward_context.clear()
         model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
         with unread, pytest.raises(RuntimeError, match=r"(?s)not replace everything.*nobody"):
             build.load_model(model, config)
+
+
+def test_strict_refuses_a_part_with_nothing_to_replace(tmp_path):
+    build.checkpoint(tmp_path, "nvidia", num_hidden_layers=1)
+    config = build.engine_config(tmp_path)
+    environment = {"DSV4_VLLM": "linear", "DSV4_VLLM_STRICT": "1"}
+    plain = mock.patch.object(DeepseekV4FP8Config, "get_quant_method", _plain)
+    with mock.patch.dict("os.environ", environment), build.hopper(config), plain:
+        model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+        report = model.dsv4.report
+        assert report.rows
+        assert not report.complete
+        with pytest.raises(RuntimeError, match=r"(?s)not replace everything.*no module that this"):
+            deepseek.finish(model, model.dsv4)
+    assert [row.place for row in report.rows if row.asked] == ["*"]
+
+
+def _plain(self, layer, prefix):
+    """Quantise no linear layer, as if the checkpoint named all of them in ``ignore``."""
+    if isinstance(layer, LinearBase):
+        return UnquantizedLinearMethod()
+    return vllm_quant_method(self, layer, prefix)
 
 
 def test_a_changed_place_of_vllm_leaves_its_part(tmp_path, caplog, monkeypatch):
