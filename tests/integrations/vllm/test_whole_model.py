@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import dsv4
 from dsv4.compilation import kernel_calls
@@ -24,7 +26,15 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.models.deepseek_v41.quant_config import DeepseekV4FP8Config
 
-from dsv4.integrations.vllm import compile_kernels, deepseek, linear, places, shared_expert, warm
+from dsv4.integrations.vllm import (
+    compile_kernels,
+    deepseek,
+    linear,
+    places,
+    shared_expert,
+    switches,
+    warm,
+)
 from dsv4.integrations.vllm.report import Report, path_of_stage
 from tests.integrations.vllm import build
 
@@ -251,12 +261,84 @@ def test_strict_refuses_a_part_with_nothing_to_replace(tmp_path):
     assert [row.place for row in report.rows if row.asked] == ["*"]
 
 
+@contextmanager
+def compressed_tensors_kernels():
+    """Stand for vLLM's choice of kernels, which a CPU does not have."""
+    folder = "vllm.model_executor.layers.quantization.compressed_tensors.schemes"
+    with (
+        mock.patch(f"{folder}.compressed_tensors_w8a16_fp8.init_wfp8_a16_linear_kernel"),
+        mock.patch(f"{folder}.compressed_tensors_w8a8_fp8.init_fp8_linear_kernel"),
+    ):
+        yield
+
+
 def _plain(self, layer, prefix):
     """Quantise no linear layer, as if the checkpoint named all of them in ``ignore``."""
     if isinstance(layer, LinearBase):
         return UnquantizedLinearMethod()
     return vllm_quant_method(self, layer, prefix)
 
+
+@pytest.mark.parametrize("stored", [False, True], ids=["missing", "stored"])
+def test_input_scales_may_be_missing(tmp_path, monkeypatch, stored):
+    """Scales of inputs change nothing, because inputs stay bfloat16; both designs load."""
+    build.checkpoint(tmp_path, "nvidia", num_hidden_layers=1)
+    own = dsv4.load(tmp_path, device="cpu", dtype=torch.bfloat16, progress=False, mtp=False)
+    matrices = 3 * own.config.n_routed_experts
+    assert set_input_scales(tmp_path, 0.125 if stored else None) == matrices
+    config = build.engine_config(tmp_path)
+    monkeypatch.setenv("DSV4_VLLM", "experts,linear")
+    monkeypatch.setenv("DSV4_VLLM_STRICT", "1")
+    with build.hopper(config):
+        model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+        build.load_model(model, config)
+    assert model.dsv4.report.complete
+    theirs = model.model.layers[0].ffn.experts.routed_experts.dsv4_experts
+    x = torch.randn(3, theirs.hidden_dim, generator=torch.Generator().manual_seed(2)).bfloat16()
+    ids = torch.tensor([[0, 3], [7, 1], [2, 2]], dtype=torch.int32)
+    weights = torch.tensor([[0.3, 0.7], [0.9, 0.2], [0.5, 0.5]])
+    ours = own.model.layers[0].mlp.experts
+    assert_bitwise(theirs(x, ids, weights), ours(x, ids, weights))
+
+
+def set_input_scales(folder, value):
+    """Rewrite a checkpoint with this input scale of each NVFP4 matrix, or None; count those."""
+    matrices = 0
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("weight_scale_2")]:
+        matrices += 1
+        tensors.pop(name.replace("weight_scale_2", "input_scale"), None)
+        if value is not None:
+            tensors[name.replace("weight_scale_2", "input_scale")] = torch.tensor(value)
+    save_file(tensors, path, metadata={"format": "pt"})
+    for index in folder.glob("*.index.json"):
+        names = json.loads(index.read_text())
+        names["weight_map"] = dict.fromkeys(tensors, path.name)
+        index.write_text(json.dumps(names))
+    return matrices
+
+
+def test_compressed_tensors_is_refused_in_one_sentence(tmp_path, monkeypatch, caplog):
+    """vLLM's own loader then ends at the first name that it does not know."""
+    build.checkpoint(tmp_path, "compressed-tensors", num_hidden_layers=1)
+    config = build.engine_config(tmp_path)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setenv("DSV4_VLLM", "all")
+    monkeypatch.setenv("DSV4_VLLM_STRICT", "1")
+    with build.hopper(config), compressed_tensors_kernels():
+        with pytest.raises(RuntimeError, match="DSV4_VLLM=model serves them"):
+            deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+        monkeypatch.setenv("DSV4_VLLM_STRICT", "0")
+        config.compilation_config.static_forward_context.clear()
+        with caplog.at_level("WARNING", "vllm"):
+            model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+        assert "untouched: vLLM's DeepSeek-V4 does not know the names" in caplog.text
+        assert {(row.part, row.place) for row in model.dsv4.report.rows} == {
+            (part, "*") for part in switches.PARTS
+        }
+        with pytest.raises(ValueError, match="no module or parameter named 'lm_lm_head'"):
+            build.load_model(model, config)
 
 def test_a_changed_place_of_vllm_leaves_its_part(tmp_path, caplog, monkeypatch):
     changed = places.Place("vllm.model_executor.layers.linear", "LinearBase.forward", "self, y")
