@@ -340,6 +340,7 @@ def test_compressed_tensors_is_refused_in_one_sentence(tmp_path, monkeypatch, ca
         with pytest.raises(ValueError, match="no module or parameter named 'lm_lm_head'"):
             build.load_model(model, config)
 
+
 def test_a_changed_place_of_vllm_leaves_its_part(tmp_path, caplog, monkeypatch):
     changed = places.Place("vllm.model_executor.layers.linear", "LinearBase.forward", "self, y")
     monkeypatch.setattr(places, "LINEAR", (changed,))
