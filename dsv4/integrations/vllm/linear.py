@@ -3,7 +3,8 @@
 FP8 weights with scales of 128 x 128 blocks, and NVFP4 weights. vLLM builds its layers and loads
 their parameters; then ``adopt``'s methods make a ``Linear`` of them, ``layer.dsv4_linear``, without
 copying codes, and multiply with it. Inputs stay bfloat16: nothing is quantised per token. Splitting
-over ranks, gathering and reductions stay vLLM's.
+over ranks, gathering and reductions stay vLLM's. Every linear layer and the head have a row in the
+report.
 
 ``wo_a`` of the attention is multiplied by the attention's own code. Its ``dsv4_linear`` is a
 ``DeepseekV4GroupedLinear``, made if the part ``attention`` has replaced that code. Without that
@@ -18,10 +19,14 @@ from typing import Any
 import torch
 import vllm.envs
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptLinearMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 
 from dsv4.cute import supports
 from dsv4.integrations.vllm.adoption import Adoption
@@ -34,6 +39,8 @@ _BLOCK = [128, 128]
 _OURS = "dsv4.integrations.vllm"
 _PARAMETERS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 _NO_ATTENTION = "the attention multiplies it itself, and DSV4_VLLM has not attention"
+_UNQUANTISED = "the weight is not quantised"
+_OTHER_METHOD = "its weight is neither FP8 with scales of 128 x 128 blocks nor NVFP4"
 
 
 @dataclass(frozen=True)
@@ -56,21 +63,30 @@ class Source:
 def adopt(model: nn.Module, context: Adoption) -> None:
     """Replace the methods of quantised linear layers; their rows follow when they are loaded.
 
-    Layers that cannot be replaced get their row at once; plain ones get none.
+    Layers that stay vLLM's get their row at once.
     """
     modules = dict(model.named_modules())
     for name, layer in modules.items():
-        if not isinstance(layer, LinearBase) or type(layer.quant_method) not in _METHODS:
+        if not isinstance(layer, LinearBase | ParallelLMHead):
             continue
         kernel = type(layer.quant_method).__name__
-        reason = unsupported_reason(layer)
-        if _is_grouped(layer) and ATTENTION not in context.switches.parts:
-            context.report.not_asked(LINEAR, name, kernel, _NO_ATTENTION)
+        optional, reason = reason_not_asked(layer, context), unsupported_reason(layer)
+        if optional:
+            context.report.not_asked(LINEAR, name, kernel, optional)
         elif reason:
             context.report.left(LINEAR, name, kernel, reason)
         else:
             owner = modules[name.rpartition(".")[0]]
             _replace_method(layer, Source(name, layer.quant_method, owner, context))
+
+
+def reason_not_asked(layer: Any, context: Adoption) -> str:
+    """Say why nothing is missing if the layer stays vLLM's; empty if something is."""
+    if isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return _UNQUANTISED
+    if _is_grouped(layer) and ATTENTION not in context.switches.parts:
+        return _NO_ATTENTION if type(layer.quant_method) in _METHODS else ""
+    return ""
 
 
 def _replace_method(layer: LinearBase, source: Source) -> None:
@@ -82,8 +98,12 @@ def _replace_method(layer: LinearBase, source: Source) -> None:
     vars(layer).pop("_input_quant_key", None)
 
 
-def unsupported_reason(layer: LinearBase) -> str:
+def unsupported_reason(layer: Any) -> str:
     """Say why vLLM's method stays for a layer that is not loaded yet; empty if it need not."""
+    if isinstance(layer, ParallelLMHead):
+        return "the head's quantised weight has no GEMM of this package"
+    if type(layer.quant_method) not in _METHODS:
+        return _OTHER_METHOD
     if vllm.envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT=1 asks for vLLM's own kernels"
     if getattr(layer, "bias", None) is not None:
@@ -105,7 +125,7 @@ def _unsupported_fp8(layer: LinearBase) -> str:
 
 def _unsupported_nvfp4(layer: LinearBase) -> str:
     if layer.quant_method.spec.weight != kNvfp4Static:
-        return "its weight is neither FP8 with scales of 128 x 128 blocks nor NVFP4"
+        return _OTHER_METHOD
     rows, columns = layer.weight.shape[0], 2 * layer.weight.shape[1]
     rows_of_group = rows // getattr(layer, "bmm_batch_size", 1)
     if not fragments.fits(rows_of_group, columns):

@@ -74,6 +74,19 @@ EXPERTS: tuple[Place, ...] = (
         "self, shared_experts_input, order",
     ),
     Place(f"{_MOE}.runner.moe_runner", "MoERunner._encode_layer_name", "self"),
+    # ``MoERunner._forward_entry`` is this function or an operator that calls it.
+    Place(f"{_MOE}.runner.moe_runner", "MoERunner._select_forward", "self"),
+    Place(
+        f"{_MOE}.runner.moe_runner",
+        "_moe_forward_shared",
+        "hidden_states, router_logits, shared_experts_input, input_ids, layer_name, "
+        "hidden_dim_unpadded",
+    ),
+    Place(
+        f"{_MOE}.router.fused_moe_router",
+        "FusedMoERouter.select_experts",
+        "self, hidden_states, router_logits, topk_indices_dtype, input_ids",
+    ),
     Place(f"{_MOE}.runner.shared_experts", "SharedExperts.wait", "self"),
     Place(
         f"{_MOE}.runner.shared_experts",
@@ -209,6 +222,29 @@ ATTENTION: tuple[Place, ...] = (
     Place("vllm.compilation.breakable_cudagraph", "eager_break_during_capture", "fn"),
     Place("vllm.compilation.breakable_cudagraph", "BreakableCUDAGraphCapture.is_active", ""),
     Place("vllm.forward_context", "get_forward_context", ""),
+    Place("vllm.forward_context", "override_forward_context", "forward_context"),
+    Place(
+        "vllm.forward_context",
+        "ForwardContext",
+        "no_compile_layers, attn_metadata, slot_mapping, dp_metadata, cudagraph_runtime_mode, "
+        "batch_descriptor, ubatch_slices, is_padding, skip_compiled, all_moe_layers, "
+        "moe_layer_index, additional_kwargs",
+    ),
+    # Constructed with the fields that this package's operators read; the others have defaults.
+    Place(
+        "vllm.v1.attention.backends.mla.sparse_swa",
+        "DeepseekSparseSWAMetadata",
+        "block_table, slot_mapping, block_size, seq_lens, query_start_loc, query_start_loc_cpu, "
+        "is_valid_token, token_to_req_indices, decode_swa_indices, decode_swa_lens, "
+        "decode_swa_width, prefill_swa_indices, prefill_swa_lens, prefill_left_visible, "
+        "prefill_right_visible, replay_start, cache_slot_mapping, cache_positions, num_decodes, "
+        "num_prefills, num_decode_tokens, num_prefill_tokens, max_decode_query_len, "
+        "flashinfer_decode_topk_lens, flashinfer_decode_seq_lens, prefill_seq_lens, "
+        "prefill_seq_lens_cpu, prefill_gather_lens, prefill_query_lens_cpu, prefill_window_size, "
+        "prefill_max_model_len, prefill_max_num_batched_tokens, tile_sched_swaonly, "
+        "tile_sched_c4a, tile_sched_c128a, tile_sched_c1a, tile_sched_c2a, "
+        "flashinfer_sparse_index_cache",
+    ),
 )
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _MHC_PRE = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -22,8 +22,8 @@ class Row:
         place: Qualified name of the module, with the layer's number.
         kernel: What runs there: an operator of this package, or vLLM's class.
         reason: Why it was not replaced; empty: it was.
-        asked: Whether ``DSV4_VLLM`` asks for it. A place of two parts of which one is switched off
-            is not asked for: nothing is missing if it stays.
+        asked: Whether ``DSV4_VLLM`` asks for it. A place of two parts of which one is switched off,
+            or a weight that is not quantised, is not asked for: nothing is missing if it stays.
     """
 
     part: str
@@ -54,14 +54,26 @@ class Report:
         self.rows.append(Row(part, place, kernel, reason))
 
     def not_asked(self, part: str, place: str, kernel: str, reason: str) -> None:
-        """Note that vLLM's ``kernel`` stays because another part that it needs is switched off."""
+        """Note that vLLM's ``kernel`` stays, and that nothing is missing for that reason."""
         assert reason
         self.rows.append(Row(part, place, kernel, reason, asked=False))
 
+    def nothing_replaced(self, parts: Iterable[str]) -> None:
+        """Note for each of the parts of which nothing was replaced or refused that this is so."""
+        known = {row.part for row in self.rows if row.replaced or row.asked}
+        for part in sorted(set(parts) - known):
+            self.left(part, "*", "vLLM's", "the model has no module that this part replaces")
+
+    @property
+    def refused(self) -> bool:
+        """Whether a place that is asked for stays vLLM's."""
+        return any(row.asked and not row.replaced for row in self.rows)
+
     @property
     def complete(self) -> bool:
-        """Whether every place that is asked for was replaced."""
-        return all(row.replaced or not row.asked for row in self.rows)
+        """Whether every place that is asked for, and something of every part, was replaced."""
+        replaced = {row.part for row in self.rows if row.replaced}
+        return not self.refused and all(row.part in replaced for row in self.rows)
 
     def __str__(self) -> str:
         """The table, one line per part, kernel and reason, with the number of places."""

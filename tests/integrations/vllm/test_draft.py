@@ -119,9 +119,9 @@ def normal(*shape, seed=1):
 
 
 def kernels(report):
-    """How often each kernel is in a report in which everything is replaced."""
+    """How often each kernel is in a report in which everything that is asked for is replaced."""
     assert report.complete
-    names = [row.kernel for row in report.rows]
+    names = [row.kernel for row in report.rows if row.asked]
     return {name: names.count(name) for name in names}
 
 

@@ -53,12 +53,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return _checkpoint(tmp_path_factory)
 
 
-def _checkpoint(tmp_path_factory: pytest.TempPathFactory, **sizes: int) -> Checkpoint:
+def _checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, layout: str = "nvidia", **sizes: int
+) -> Checkpoint:
     # transformers 5.20 knows the compression ratios 0, 4 and 128 alone.
     rates, types = {CSA: 4, HCA: 128}, (SLIDING, CSA, HCA)
     config = ModelConfig.tiny(layer_types=types, compress_rates=rates, sliding_window=128, **sizes)
     folder = tmp_path_factory.mktemp("checkpoint")
-    save(random_model(config, 3), folder, layout="nvidia")
+    save(random_model(config, 3), folder, layout=layout)
     return Checkpoint(folder, dsv4.load(folder, dtype=torch.float32, mtp=False, progress=False))
 
 
@@ -86,11 +88,14 @@ def _run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize(
+    ("runner", "layout"), [("V1", "compressed-tensors"), ("V2", "nvidia")], ids=["V1", "V2"]
+)
 def test_tokens_are_those_of_generate_with_chunks_preemption_and_reused_pages(
-    checkpoint: Checkpoint, runner: str
+    tmp_path_factory: pytest.TempPathFactory, runner: str, layout: str
 ) -> None:
     """Six requests at a time, chunks of 48 tokens, and blocks for about three of them."""
+    checkpoint = _checkpoint(tmp_path_factory, layout)
     first, second = _prompts(_LENGTHS, 1), _prompts((60, 61, 62, 200, 30, 250), 2)
     # Long answers cross blocks, so that requests are preempted while they decode.
     batches = [(first, [8] * len(first)), (second, [70, 70, 70, 10, 40, 12])]
@@ -128,7 +133,7 @@ def test_tokens_on_two_ranks_are_those_of_one(
     """Two workers of vLLM's over gloo, each with its part of the model."""
     sizes = {"o_groups": 2, "num_attention_heads": 8, "moe_intermediate_size": 256}
     ranks = {"hidden_size": 128, "q_lora_rank": 128, "o_lora_rank": 128, "vocab_size": 256}
-    checkpoint = _checkpoint(tmp_path_factory, **sizes, **ranks)
+    checkpoint = _checkpoint(tmp_path_factory, "deepseek", **sizes, **ranks)
     prompts, new = _prompts((1, 5, 64, 129), 1), [6, 6, 6, 6]
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "max_model_len": 256}
     options |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

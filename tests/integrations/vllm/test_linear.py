@@ -29,6 +29,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 
 from dsv4.integrations.vllm import linear as adopted
+from dsv4.integrations.vllm.report import Row
 from tests.integrations.vllm import build
 
 pytestmark = pytest.mark.usefixtures("vllm_world")
@@ -260,6 +261,30 @@ def test_a_layer_takes_no_bias_and_no_quantised_inputs():
         layer.quant_method.apply(layer, torch.zeros(1, 128), torch.zeros(128))
 
 
-def test_plain_layers_get_no_row():
+def test_plain_layers_are_not_asked_for():
     layer = built(ColumnParallelLinear, 128, 128)
-    assert not processed(layer).report.rows
+    report = processed(layer).report
+    (row,) = report.rows
+    assert row == Row("linear", NAME, "UnquantizedLinearMethod", row.reason, asked=False)
+    assert row.reason == "the weight is not quantised"
+    assert not report.complete, "nothing was replaced"
+
+
+def test_a_layer_with_another_method_is_refused():
+    layer = built(ColumnParallelLinear, 128, 128, quant_config=quant_config(FP8_BLOCK))
+    layer.quant_method = OtherMethod()
+    report = processed(layer).report
+    (row,) = report.rows
+    assert row.kernel == "OtherMethod"
+    assert row.reason == "its weight is neither FP8 with scales of 128 x 128 blocks nor NVFP4"
+    assert report.refused
+
+
+class OtherMethod(vllm_linear.LinearMethodBase):
+    """A method for a format that this package does not know."""
+
+    def create_weights(self, *args, **options):
+        """Make nothing."""
+
+    def apply(self, *args):
+        """Multiply nothing."""

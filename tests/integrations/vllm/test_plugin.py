@@ -65,6 +65,14 @@ def test_this_vllm_is_as_every_place_says(part):
     assert places.mismatches(places.of_part(part)) == []
 
 
+def test_what_is_constructed_or_called_by_the_plugin_is_a_place():
+    """Also where only an attribute of an instance names it."""
+    names = {known.name for part in PARTS for known in places.of_part(part)}
+    constructed = {"DeepseekSparseSWAMetadata", "ForwardContext", "CompressorMetadata"}
+    called = {"MoERunner._select_forward", "_moe_forward_shared", "FusedMoERouter.select_experts"}
+    assert constructed | called <= names
+
+
 def test_signatures_are_compared_by_the_names_of_parameters():
     module = "vllm.model_executor.layers.linear"
     missing = places.Place(module, "LinearBase.backward", "self, x")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import dsv4
 from dsv4.compilation import kernel_calls
@@ -20,12 +22,24 @@ from dsv4.testing.assertions import assert_bitwise
 pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm has it")
 
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.models.deepseek_v41.quant_config import DeepseekV4FP8Config
 
-from dsv4.integrations.vllm import compile_kernels, deepseek, linear, places, shared_expert, warm
+from dsv4.integrations.vllm import (
+    compile_kernels,
+    deepseek,
+    linear,
+    places,
+    shared_expert,
+    switches,
+    warm,
+)
 from dsv4.integrations.vllm.report import Report, path_of_stage
 from tests.integrations.vllm import build
 
 pytestmark = pytest.mark.usefixtures("vllm_world")
+vllm_quant_method = DeepseekV4FP8Config.get_quant_method
 # Names in vLLM's layers, and this package's, whose matrices they are.
 LINEARS = {
     "attn.fused_wqa_wkv": ("self_attn.q_a_proj", "self_attn.kv_proj"),
@@ -104,9 +118,18 @@ def test_the_report_names_every_place_and_is_saved(loaded):
     replaced = [row.place for row in report.rows if row.replaced]
     assert len(replaced) == 2 * 4 + len(LINEARS) * 4 - 2
     assert len(set(replaced)) == len(replaced)
+    linears = {
+        name
+        for name, module in loaded.model.named_modules()
+        if isinstance(module, LinearBase | ParallelLMHead)
+    }
+    assert linears == {row.place for row in report.rows if row.part == "linear"}
     others = [row for row in report.rows if not row.replaced]
-    assert {row.place.rpartition(".")[2] for row in others} == {"wo_a"}
-    assert report.complete, "wo_a is read by the attention alone, which is not asked for"
+    plain = {row.place.rpartition(".")[2] for row in others if "not quantised" in row.reason}
+    assert plain == {"gate", "weights_proj", "fused_wkv_wgate", "lm_head"}
+    names = {row.place.rpartition(".")[2] for row in others}
+    assert names - plain == {"wo_a"}, "the attention alone reads it, which is not asked for"
+    assert report.complete
     path = path_of_stage(0, 1)
     assert path.name == "report-0-of-1.json"
     assert Report.read(path) == report
@@ -214,13 +237,107 @@ def test_strict_refuses_what_is_left(tmp_path):
     with mock.patch.dict("os.environ", environment), build.hopper(config):
         model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
         build.load_model(model, config)
-        (left,) = (row for row in model.dsv4.report.rows if not row.replaced)
-        assert left.place == "model.layers.0.attn.wo_a"
+        left = next(row for row in model.dsv4.report.rows if row.place.endswith("wo_a"))
         assert left.reason in str(model.dsv4.report)
         unread = mock.patch.object(linear, "_unread", return_value="nobody reads it")
         config.compilation_config.static_forward_context.clear()
         model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
         with unread, pytest.raises(RuntimeError, match=r"(?s)not replace everything.*nobody"):
+            build.load_model(model, config)
+
+
+def test_strict_refuses_a_part_with_nothing_to_replace(tmp_path):
+    build.checkpoint(tmp_path, "nvidia", num_hidden_layers=1)
+    config = build.engine_config(tmp_path)
+    environment = {"DSV4_VLLM": "linear", "DSV4_VLLM_STRICT": "1"}
+    plain = mock.patch.object(DeepseekV4FP8Config, "get_quant_method", _plain)
+    with mock.patch.dict("os.environ", environment), build.hopper(config), plain:
+        model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+        report = model.dsv4.report
+        assert report.rows
+        assert not report.complete
+        with pytest.raises(RuntimeError, match=r"(?s)not replace everything.*no module that this"):
+            deepseek.finish(model, model.dsv4)
+    assert [row.place for row in report.rows if row.asked] == ["*"]
+
+
+@contextmanager
+def compressed_tensors_kernels():
+    """Stand for vLLM's choice of kernels, which a CPU does not have."""
+    folder = "vllm.model_executor.layers.quantization.compressed_tensors.schemes"
+    with (
+        mock.patch(f"{folder}.compressed_tensors_w8a16_fp8.init_wfp8_a16_linear_kernel"),
+        mock.patch(f"{folder}.compressed_tensors_w8a8_fp8.init_fp8_linear_kernel"),
+    ):
+        yield
+
+
+def _plain(self, layer, prefix):
+    """Quantise no linear layer, as if the checkpoint named all of them in ``ignore``."""
+    if isinstance(layer, LinearBase):
+        return UnquantizedLinearMethod()
+    return vllm_quant_method(self, layer, prefix)
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["missing", "stored"])
+def test_input_scales_may_be_missing(tmp_path, monkeypatch, stored):
+    """Scales of inputs change nothing, because inputs stay bfloat16; both designs load."""
+    build.checkpoint(tmp_path, "nvidia", num_hidden_layers=1)
+    own = dsv4.load(tmp_path, device="cpu", dtype=torch.bfloat16, progress=False, mtp=False)
+    matrices = 3 * own.config.n_routed_experts
+    assert set_input_scales(tmp_path, 0.125 if stored else None) == matrices
+    config = build.engine_config(tmp_path)
+    monkeypatch.setenv("DSV4_VLLM", "experts,linear")
+    monkeypatch.setenv("DSV4_VLLM_STRICT", "1")
+    with build.hopper(config):
+        model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+        build.load_model(model, config)
+    assert model.dsv4.report.complete
+    theirs = model.model.layers[0].ffn.experts.routed_experts.dsv4_experts
+    x = torch.randn(3, theirs.hidden_dim, generator=torch.Generator().manual_seed(2)).bfloat16()
+    ids = torch.tensor([[0, 3], [7, 1], [2, 2]], dtype=torch.int32)
+    weights = torch.tensor([[0.3, 0.7], [0.9, 0.2], [0.5, 0.5]])
+    ours = own.model.layers[0].mlp.experts
+    assert_bitwise(theirs(x, ids, weights), ours(x, ids, weights))
+
+
+def set_input_scales(folder, value):
+    """Rewrite a checkpoint with this input scale of each NVFP4 matrix, or None; count those."""
+    matrices = 0
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("weight_scale_2")]:
+        matrices += 1
+        tensors.pop(name.replace("weight_scale_2", "input_scale"), None)
+        if value is not None:
+            tensors[name.replace("weight_scale_2", "input_scale")] = torch.tensor(value)
+    save_file(tensors, path, metadata={"format": "pt"})
+    for index in folder.glob("*.index.json"):
+        names = json.loads(index.read_text())
+        names["weight_map"] = dict.fromkeys(tensors, path.name)
+        index.write_text(json.dumps(names))
+    return matrices
+
+
+def test_compressed_tensors_is_refused_in_one_sentence(tmp_path, monkeypatch, caplog):
+    """vLLM's own loader then ends at the first name that it does not know."""
+    build.checkpoint(tmp_path, "compressed-tensors", num_hidden_layers=1)
+    config = build.engine_config(tmp_path)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setenv("DSV4_VLLM", "all")
+    monkeypatch.setenv("DSV4_VLLM_STRICT", "1")
+    with build.hopper(config), compressed_tensors_kernels():
+        with pytest.raises(RuntimeError, match="DSV4_VLLM=model serves them"):
+            deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+        monkeypatch.setenv("DSV4_VLLM_STRICT", "0")
+        config.compilation_config.static_forward_context.clear()
+        with caplog.at_level("WARNING", "vllm"):
+            model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+        assert "untouched: vLLM's DeepSeek-V4 does not know the names" in caplog.text
+        assert {(row.part, row.place) for row in model.dsv4.report.rows} == {
+            (part, "*") for part in switches.PARTS
+        }
+        with pytest.raises(ValueError, match="no module or parameter named 'lm_lm_head'"):
             build.load_model(model, config)
 
 
