@@ -110,7 +110,8 @@ class Drafting:
     ) -> Drafting:
         """Return the drafts of steps of these numbers of sequences, by what they cost.
 
-        A plan with ``by_size`` whose drafts pay at none of these numbers is dropped.
+        A plan with ``by_size`` whose drafts pay at none of these numbers is dropped, and the reason
+        is logged once.
 
         Args:
             model: The model.
@@ -132,6 +133,7 @@ class Drafting:
         slots = costs.most_tokens
         if slots is not None and slots < 2 * sizes[0]:
             reason = f"experts in host memory have slots for {slots} tokens of a step"
+        _say(model, reason)
         return Drafting(None, reason, costs, tuple(sizes))
 
     def drafts_at(self, sequences: int) -> int:
@@ -187,8 +189,9 @@ def drafting_of(
     Raises:
         TypeError: if ``draft_tokens`` is no int, or ``confidence_threshold`` no number.
         ValueError: if ``speculate`` is no method, or one that cannot be used, or ``draft_tokens``
-            is not within what the draft can make, or comes without a method; likewise
-            ``confidence_threshold``, for which the draft needs a confidence head.
+            is not within what the draft can make, or comes without a method or for a model without
+            draft layers; likewise ``confidence_threshold``, for which the draft needs a confidence
+            head.
     """
     if speculate is not None and speculate not in METHODS:
         words = ", ".join(map(repr, METHODS))
@@ -200,6 +203,8 @@ def drafting_of(
     if speculate is None:
         return Drafting()
     held = _held(model)
+    if held is None and speculate == AUTO:
+        _check_unused(draft_tokens=draft_tokens, confidence_threshold=threshold)
     method = held if speculate == AUTO else speculate
     reason = _obstacle(model, method, held, deterministic)
     if reason:
@@ -236,6 +241,13 @@ def _check_threshold(threshold: Any, speculate: str | None) -> None:
         raise ValueError(
             f"confidence_threshold is {threshold} and speculate None, wanted a method, too"
         )
+
+
+def _check_unused(**options: float | None) -> None:
+    """Refuse options of drafts for a model without draft layers."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name} is {value}, wanted None: the model holds no draft layers")
 
 
 def _has_confidence(model: DeepseekV4ForCausalLM, method: str) -> bool:

@@ -2,10 +2,10 @@
 
 A table holds the token that is drafted for each position of each row, so captured steps can read
 it. A greedy text is that without drafts up to ties: kernels may sum in another order for several
-tokens than for one. A tie is a place where the two largest logits are closer than twice the largest
-difference of logits at places where the texts are equal; from there on the text is compared with
-that of the longer prompt. Scaling the output head would scale margins and differences alike, so the
-share of ties is bounded instead.
+tokens than for one. A tie is a token at which the two largest logits are closer than twice the
+largest difference of logits at tokens that are equal; what follows it is compared with the text of
+the longer prompt. Scaling the output head would scale margins and differences alike, so the share
+of ties is bounded instead.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ class Tie:
 
     Attributes:
         request: Number of the request.
-        place: Index of the token in its answer.
+        index: Of the token in its answer.
         tokens: The token without drafts, and that with drafts.
         margin: How far the second largest logit was below the largest one without drafts.
     """
 
     request: int
-    place: int
+    index: int
     tokens: tuple[int, int]
     margin: float
 
@@ -135,6 +135,10 @@ class Comparison:
     difference: float = 0.0
     ties: list[Tie] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        ties = f"{len(self.ties)} ties of {self.tokens} tokens"
+        return f"{ties}, logits differ by {self.difference:.2e}"
+
     def check(self, share: float) -> None:
         """Assert that tokens differ at ties alone, and that ties are at most a share of them."""
         wrong = [tie for tie in self.ties if tie.margin >= 2 * self.difference]
@@ -144,12 +148,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What is not compared yet: the tokens of a request from a place on."""
+    """What is not compared yet: the tokens of a request from an index on."""
 
     request: int
     prompt: list[int]
     reports: list[TokenLogprobs]
-    place: int = 0
+    index: int = 0
 
 
 def compare(
@@ -183,10 +187,10 @@ def _compared(result: Comparison, rest: _Rest, expected: Sequence[TokenLogprobs]
             result.difference = max(result.difference, _difference(mine, other))
             continue
         margin = other.top[0][1] - other.top[1][1]
-        result.ties.append(Tie(rest.request, rest.place + i, (other.token, mine.token), margin))
+        result.ties.append(Tie(rest.request, rest.index + i, (other.token, mine.token), margin))
         prompt = [*rest.prompt, *(report.token for report in rest.reports[: i + 1])]
         behind = rest.reports[i + 1 :]
-        return [_Rest(rest.request, prompt, behind, rest.place + i + 1)] if behind else []
+        return [_Rest(rest.request, prompt, behind, rest.index + i + 1)] if behind else []
     return []
 
 

@@ -183,7 +183,7 @@ def test_steps_of_many_sequences_go_without(monkeypatch, caplog) -> None:
     assert runner.draft_counts.steps > before
 
 
-def test_a_named_draft_is_made_at_any_size(monkeypatch) -> None:
+def test_a_named_draft_is_made_at_any_size(monkeypatch, caplog) -> None:
     model = mtp_model()
     monkeypatch.setattr(draft_costs, "_OPERATIONS_PER_MS", 1e-3)
     with Runner(model, max_sequences=2, max_tokens=64, speculate="mtp") as runner:
@@ -193,6 +193,9 @@ def test_a_named_draft_is_made_at_any_size(monkeypatch) -> None:
         assert runner.drafting.plan is None
         assert "drafts would be slower at 1 to 2 sequences" in str(runner.drafting)
         assert runner._steps.speculative is None
+    words = "tokens are generated without drafts: drafts would be slower at 1 to 2 sequences"
+    Runner(model, max_sequences=2, max_tokens=64, draft_tokens=1).close()
+    assert caplog.text.count(words) == 1
 
 
 def test_a_plan_gives_the_arguments_that_make_it() -> None:

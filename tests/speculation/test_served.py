@@ -20,6 +20,7 @@ from dsv4.serving import Request, Runner, SamplingOptions
 from dsv4.serving.drafters import Drafter, DSparkDrafter
 from dsv4.serving.drafting import DraftPlan, drafting_of
 from dsv4.serving.graphs import Graphs, SamplerStep
+from dsv4.serving.kept_runner import prepare
 from dsv4.serving.readback import NOTHING
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import Variant
@@ -256,6 +257,20 @@ def test_other_reasons() -> None:
         plain_model.generate(PROMPTS, 4, speculate="mtp")
 
 
+@pytest.mark.parametrize("options", [{"draft_tokens": 2}, {"confidence_threshold": 0.5}])
+def test_auto_refuses_options_of_drafts_that_the_model_does_not_have(options) -> None:
+    """Otherwise they would be accepted and do nothing."""
+    plain_model = random_model(ModelConfig.tiny(num_nextn_predict_layers=0))
+    ((name, value),) = options.items()
+    words = f"{name} is {value}, wanted None: the model holds no draft layers"
+    with pytest.raises(ValueError, match=words):
+        plain_model.generate(PROMPTS, 4, **options)
+    with pytest.raises(ValueError, match=words):
+        Runner(plain_model, max_sequences=1, max_tokens=64, **options)
+    with pytest.raises(ValueError, match=words):
+        prepare(plain_model, sequences=1, tokens=64, **options)
+
+
 # Greedy text, by drafts that are right or wrong -------------------------------------------------
 
 
@@ -328,7 +343,7 @@ def test_a_comparison_refuses_what_is_no_tie() -> None:
     """Texts that differ where margins are wide, and texts that differ at many ties."""
     expected = Comparison(100, 0.01, [Tie(0, 5, (1, 2), 0.015)])
     expected.check(0.01)
-    with pytest.raises(AssertionError, match="no ties at a difference of logits of 1.00e-02"):
+    with pytest.raises(AssertionError, match=r"no ties at a difference of logits of 1\.00e-02"):
         replace(expected, ties=[Tie(0, 5, (1, 2), 0.025)]).check(0.01)
     with pytest.raises(AssertionError):
         replace(expected, ties=2 * expected.ties).check(0.01)
@@ -455,8 +470,7 @@ def test_captured_greedy_text_of_a_thousand_tokens_is_plain(method, capsys) -> N
     results = assert_greedy_text_is_plain(served, method, prompts, 1000, **sizes)
     with capsys.disabled():
         for kind, result in results.items():
-            print(f"\n{method}, {kind} drafts: {len(result.ties)} ties of {result.tokens} tokens, "
-                  f"logits differ by {result.difference:.2e}", *result.ties[:5], sep="\n  ")  # fmt: skip
+            print(f"\n{method}, {kind} drafts: {result}", *result.ties[:5], sep="\n  ")
     for result in results.values():
         assert result.tokens == 1000 * len(prompts)
         assert result.difference < 0.25, "logits lie around 1; more is no rounding"
