@@ -15,12 +15,11 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import has_own_tokens
 from dsv4.serving._capture import obstacle
 from dsv4.serving.sampler import Parameters, Variant
-from dsv4.speculation.draft_costs import DraftCosts
+from dsv4.speculation.draft_costs import MTP_TOKENS, DraftCosts
 from dsv4.speculation.verify import Verified, verify_same_draws
 
 AUTO, MTP, DSPARK = "auto", "mtp", "dspark"
 METHODS = (AUTO, MTP, DSPARK)
-MTP_TOKENS = 2  # the layer was trained for one; drafts get worse with each that is made of drafts
 _HOSTED_TOKENS = 1  # with experts in host memory, because each token must load its experts
 _SAID = "_said_undrafted"  # attribute of a model: logged reasons
 _logger = logging.getLogger(__name__)

@@ -55,6 +55,14 @@ def test_flash_drafts_where_its_experts_are_few_or_all_read() -> None:
     assert MTP.choice(1, 2).theta is None
 
 
+def test_limits_are_those_that_the_guide_names() -> None:
+    """In docs/speculation.md: the numbers of sequences at which Flash makes no drafts."""
+    none = {n: (MTP.best(n).drafts == 0, DSPARK_FLASH.best(n).drafts == 0)
+            for n in (1, 4, 5, 8, 13, 14, 1233, 1234, 2428, 2429, 5000)}  # fmt: skip
+    assert [n for n, (mtp, _) in none.items() if mtp] == [2429, 5000]
+    assert [n for n, (_, dspark) in none.items() if dspark] == [5, 8, 13, 1234, 2428, 2429, 5000]
+
+
 @given(
     st.integers(1, 5000),
     st.sampled_from([MTP, DSPARK_FLASH, replace(DSPARK_FLASH, threshold=0.3)]),
@@ -132,6 +140,15 @@ def test_flash_on_one_h200_drafts_nothing_that_it_would_have_to_load() -> None:
     text = hosted.explain([(1, 0)])
     assert text.endswith("15 % of those that a step chooses are loaded, if routing is uniform")
     assert "host memory" not in MTP.explain([(1, 2)])
+
+
+def test_a_step_without_drafts_says_what_one_would_bring() -> None:
+    dear = MTP.choice(4096, 1).gain
+    assert dear < 1
+    assert MTP.explain([(4096, 0)]).endswith(f"   (1 draft: {dear:.2f})")
+    assert "(1 draft" not in MTP.explain([(1, 2)])
+    slots = replace(MTP, most_tokens=3)
+    assert slots.explain([(2, 0)]).endswith("   (slots have experts for 3 tokens)")
 
 
 def test_with_experts_in_host_memory_one_draft_is_usual() -> None:
