@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _GPUS = {"H100": 80, "H200": 141, "B200": 180, "B300": 288}
 _HOPPER = ("H100", "H200")
 _PRESETS = ("flash", "pro")
+_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)  # of steps whose drafts are printed
 _USUAL = ("2xH200", "4xH100", "8xH200")  # GPUs that a preset is planned for, if none are named
 
 
@@ -206,6 +207,7 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
     copy = _head_copy(checkpoint)
     if copy:
         yield f"an NVFP4 copy of the head for drafts, by default on Hopper: {size_text(copy)}"
+    yield from _draft_lines(checkpoint, copy)
     groups: dict[str, _Group] = {}
     for entry in checkpoint.entries.values():
         name = str(entry.weight.dtype).removeprefix("torch.")
@@ -226,6 +228,18 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
             f"{left:.1f} GB left" if left > 0 else f"{-left:.1f} GB too few"
         )
     yield from own_gpus()
+
+
+def _draft_lines(checkpoint: Checkpoint, head_copy: int) -> Iterator[str]:
+    """Say at how many sequences ``speculate="auto"`` drafts, and why not at others."""
+    from dsv4.speculation.checkpoint_costs import costs_of
+
+    costs = costs_of(checkpoint, head_copy)
+    if costs is None:
+        return
+    yield "drafts of speculate='auto' on one GPU with all experts, as computed for an H100:"
+    steps = [(size, costs.best(size).drafts) for size in _SEQUENCES]
+    yield from (f"  {line}" for line in costs.explain(steps).splitlines())
 
 
 def own_gpus() -> Iterator[str]:

@@ -15,12 +15,11 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import has_own_tokens
 from dsv4.serving._capture import obstacle
 from dsv4.serving.sampler import Parameters, Variant
-from dsv4.speculation.draft_costs import DraftCosts
+from dsv4.speculation.draft_costs import MTP_TOKENS, DraftCosts
 from dsv4.speculation.verify import Verified, verify_same_draws
 
 AUTO, MTP, DSPARK = "auto", "mtp", "dspark"
 METHODS = (AUTO, MTP, DSPARK)
-MTP_TOKENS = 2  # the layer was trained for one; drafts get worse with each that is made of drafts
 _HOSTED_TOKENS = 1  # with experts in host memory, because each token must load its experts
 _SAID = "_said_undrafted"  # attribute of a model: logged reasons
 _logger = logging.getLogger(__name__)
@@ -110,7 +109,8 @@ class Drafting:
     ) -> Drafting:
         """Return the drafts of steps of these numbers of sequences, by what they cost.
 
-        A plan with ``by_size`` whose drafts pay at none of these numbers is dropped.
+        A plan with ``by_size`` whose drafts pay at none of these numbers is dropped, and the reason
+        is logged once.
 
         Args:
             model: The model.
@@ -132,6 +132,7 @@ class Drafting:
         slots = costs.most_tokens
         if slots is not None and slots < 2 * sizes[0]:
             reason = f"experts in host memory have slots for {slots} tokens of a step"
+        _say(model, reason)
         return Drafting(None, reason, costs, tuple(sizes))
 
     def drafts_at(self, sequences: int) -> int:
@@ -187,8 +188,9 @@ def drafting_of(
     Raises:
         TypeError: if ``draft_tokens`` is no int, or ``confidence_threshold`` no number.
         ValueError: if ``speculate`` is no method, or one that cannot be used, or ``draft_tokens``
-            is not within what the draft can make, or comes without a method; likewise
-            ``confidence_threshold``, for which the draft needs a confidence head.
+            is not within what the draft can make, or comes without a method or for a model without
+            draft layers; likewise ``confidence_threshold``, for which the draft needs a confidence
+            head.
     """
     if speculate is not None and speculate not in METHODS:
         words = ", ".join(map(repr, METHODS))
@@ -200,6 +202,8 @@ def drafting_of(
     if speculate is None:
         return Drafting()
     held = _held(model)
+    if held is None and speculate == AUTO:
+        _check_unused(draft_tokens=draft_tokens, confidence_threshold=threshold)
     method = held if speculate == AUTO else speculate
     reason = _obstacle(model, method, held, deterministic)
     if reason:
@@ -236,6 +240,13 @@ def _check_threshold(threshold: Any, speculate: str | None) -> None:
         raise ValueError(
             f"confidence_threshold is {threshold} and speculate None, wanted a method, too"
         )
+
+
+def _check_unused(**options: float | None) -> None:
+    """Refuse options of drafts for a model without draft layers."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name} is {value}, wanted None: the model holds no draft layers")
 
 
 def _has_confidence(model: DeepseekV4ForCausalLM, method: str) -> bool:

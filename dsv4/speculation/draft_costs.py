@@ -28,6 +28,7 @@ from dsv4.layers.linear import Linear
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.speculation.draft_head import read_bytes
 
+MTP_TOKENS = 2  # the layer was trained for one; drafts get worse with each that is made of drafts
 # One H100, 2026-11, Flash with 64 experts: decode steps of 1, 8 and 64 tokens took 5.20, 12.95 and
 # 21.16 ms (sum here: 5.19, 11.3, 20.0), prompts of 512 and 4096 tokens 40.6 and 224 (41.3, 219).
 # Another GPU changes all three alike, as far as the comparison of two steps on it goes.
@@ -200,7 +201,10 @@ class DraftCosts:
         return next((c for c in choices if c.gain >= 1), self.choice(sequences, 0))
 
     def explain(self, steps: Sequence[tuple[int, int]]) -> str:
-        """Return a table of steps; a step is a number of sequences and the drafts of each."""
+        """Return a table of steps; a step is a number of sequences and the drafts of each.
+
+        A step without drafts has the gain of one draft, too, which is below 1.
+        """
         lines = ["sequences   drafts   verified   theta   plain ms   step ms   tokens   gain"]
         for sequences, drafts in steps:
             step = self.choice(sequences, drafts)
@@ -214,13 +218,19 @@ class DraftCosts:
                 f"{step.length:6.2f}",
                 f"{step.gain:4.2f}",
             )
-            lines.append("   ".join(cells))
+            lines.append("   ".join(cells) + ("" if drafts else self._loss(sequences)))
         if self.main.missed:
             lines.append(
                 f"experts in host memory: {100 * self.main.missed:.0f} % of those that a step "
                 "chooses are loaded, if routing is uniform"
             )
         return "\n".join(lines)
+
+    def _loss(self, sequences: int) -> str:
+        """Say what one draft would bring where there is none."""
+        if self.most_tokens is not None and self.most_tokens < 2 * sequences:
+            return f"   (slots have experts for {self.most_tokens} tokens)"
+        return f"   (1 draft: {self.choice(sequences, 1).gain:.2f})"
 
     def _length(self, verified: int) -> float:
         return 1 + sum(self.accepted[:verified])

@@ -232,6 +232,8 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.dry_run and not arguments.fused:
         parser.error("--dry-run lists the calls of --fused, which is missing")
+    if arguments.fused and arguments.backend != "auto":
+        parser.error("--backend is not for --fused, whose calls name their implementations")
     unknown = [op for op in arguments.ops if arguments.fused and op not in FUSED]
     if unknown:
         parser.error(f"OP is {', '.join(unknown)}, wanted some of {', '.join(FUSED)}")

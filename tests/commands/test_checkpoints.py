@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
+import dsv4
 from dsv4 import __main__ as command_line
-from dsv4.checkpoint import CheckpointError, save, verify
+from dsv4.checkpoint import Checkpoint, CheckpointError, save, verify
 from dsv4.checkpoint.shards import read_header
 from dsv4.commands import checkpoints
+from dsv4.config import ModelConfig
 from dsv4.layers import _host_memory
+from dsv4.speculation.checkpoint_costs import costs_of
+from dsv4.speculation.draft_costs import DraftCosts
+from dsv4.testing.models import random_model
 from tests.checkpoint.cases import make_model
+from tests.speculation.dspark_cases import DSPARK
 
 
 @pytest.fixture
@@ -36,6 +43,27 @@ def test_inspect(folder, capsys):
         "H100 (80 GB): 80.0 GB left",
     ):
         assert words in text
+
+
+@pytest.mark.parametrize("method", ["mtp", "dspark"])
+def test_inspect_says_when_auto_drafts(method, tmp_path, capsys):
+    """Costs from headers are those of the loaded model."""
+    drafts = {"num_nextn_predict_layers": 1} if method == "mtp" else {"dspark": DSPARK}
+    config = ModelConfig.tiny(**{"num_nextn_predict_layers": 0, **drafts})
+    save(random_model(config, 0, torch.bfloat16, mtp=True), tmp_path / "drafts")
+    assert command_line.main(["inspect", str(tmp_path / "drafts")]) == 0
+    text = capsys.readouterr().out
+    assert "drafts of speculate='auto' on one GPU with all experts, as computed for an H1" in text
+    assert "sequences   drafts" in text
+    loaded = dsv4.load(tmp_path / "drafts", device="cpu", progress=False)
+    with Checkpoint.open(tmp_path / "drafts") as checkpoint:
+        costs = costs_of(checkpoint)
+    expected = DraftCosts.of(loaded, method, len(costs.accepted))
+    assert replace(costs, main=expected.main, draft=expected.draft) == expected
+    for mine, other in ((costs.main, expected.main), (costs.draft, expected.draft)):
+        for field in fields(mine):
+            near = pytest.approx(getattr(other, field.name), rel=0.1)
+            assert getattr(mine, field.name) == near, field.name
 
 
 def test_inspect_says_what_does_not_fit(folder, monkeypatch, capsys):

@@ -55,6 +55,14 @@ def test_flash_drafts_where_its_experts_are_few_or_all_read() -> None:
     assert MTP.choice(1, 2).theta is None
 
 
+def test_limits_are_those_that_the_guide_names() -> None:
+    """In docs/speculation.md: the numbers of sequences at which Flash makes no drafts."""
+    none = {n: (MTP.best(n).drafts == 0, DSPARK_FLASH.best(n).drafts == 0)
+            for n in (1, 4, 5, 8, 13, 14, 1233, 1234, 2428, 2429, 5000)}  # fmt: skip
+    assert [n for n, (mtp, _) in none.items() if mtp] == [2429, 5000]
+    assert [n for n, (_, dspark) in none.items() if dspark] == [5, 8, 13, 1234, 2428, 2429, 5000]
+
+
 @given(
     st.integers(1, 5000),
     st.sampled_from([MTP, DSPARK_FLASH, replace(DSPARK_FLASH, threshold=0.3)]),
@@ -134,6 +142,15 @@ def test_flash_on_one_h200_drafts_nothing_that_it_would_have_to_load() -> None:
     assert "host memory" not in MTP.explain([(1, 2)])
 
 
+def test_a_step_without_drafts_says_what_one_would_bring() -> None:
+    dear = MTP.choice(4096, 1).gain
+    assert dear < 1
+    assert MTP.explain([(4096, 0)]).endswith(f"   (1 draft: {dear:.2f})")
+    assert "(1 draft" not in MTP.explain([(1, 2)])
+    slots = replace(MTP, most_tokens=3)
+    assert slots.explain([(2, 0)]).endswith("   (slots have experts for 3 tokens)")
+
+
 def test_with_experts_in_host_memory_one_draft_is_usual() -> None:
     """A named method drafts one token, "auto" at most one. No step exceeds the slots."""
     model = mtp_model()
@@ -183,7 +200,7 @@ def test_steps_of_many_sequences_go_without(monkeypatch, caplog) -> None:
     assert runner.draft_counts.steps > before
 
 
-def test_a_named_draft_is_made_at_any_size(monkeypatch) -> None:
+def test_a_named_draft_is_made_at_any_size(monkeypatch, caplog) -> None:
     model = mtp_model()
     monkeypatch.setattr(draft_costs, "_OPERATIONS_PER_MS", 1e-3)
     with Runner(model, max_sequences=2, max_tokens=64, speculate="mtp") as runner:
@@ -193,6 +210,9 @@ def test_a_named_draft_is_made_at_any_size(monkeypatch) -> None:
         assert runner.drafting.plan is None
         assert "drafts would be slower at 1 to 2 sequences" in str(runner.drafting)
         assert runner._steps.speculative is None
+    words = "tokens are generated without drafts: drafts would be slower at 1 to 2 sequences"
+    Runner(model, max_sequences=2, max_tokens=64, draft_tokens=1).close()
+    assert caplog.text.count(words) == 1
 
 
 def test_a_plan_gives_the_arguments_that_make_it() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ import torch
 
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.kv_cache.batch import Batch, CacheStep
+from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.serving import Runner, SamplingOptions
+from dsv4.serving import Request, Runner, SamplingOptions
 from dsv4.serving.drafters import Drafter, DSparkDrafter
 from dsv4.serving.drafting import DraftPlan, drafting_of
 from dsv4.serving.graphs import Graphs, SamplerStep
+from dsv4.serving.kept_runner import prepare
 from dsv4.serving.readback import NOTHING
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import Variant
@@ -32,6 +36,16 @@ from tests.serving.test_sampler import chi_square
 from tests.speculation import test_mtp
 from tests.speculation.dspark_cases import DSPARK, Sequences, model_of, small
 from tests.speculation.packed_models import METHODS, on_gpu
+from tests.speculation.table_drafts import (
+    KINDS,
+    Comparison,
+    Tie,
+    compare,
+    counted,
+    draft_from_tables,
+    greedy,
+    proposed,
+)
 from tests.speculation.test_verify import request as sampled
 
 PROMPTS = ([1, 2, 3], [5] * 21, [7, 8, 9, 4, 1])
@@ -243,6 +257,98 @@ def test_other_reasons() -> None:
         plain_model.generate(PROMPTS, 4, speculate="mtp")
 
 
+@pytest.mark.parametrize("options", [{"draft_tokens": 2}, {"confidence_threshold": 0.5}])
+def test_auto_refuses_options_of_drafts_that_the_model_does_not_have(options) -> None:
+    """Otherwise they would be accepted and do nothing."""
+    plain_model = random_model(ModelConfig.tiny(num_nextn_predict_layers=0))
+    ((name, value),) = options.items()
+    words = f"{name} is {value}, wanted None: the model holds no draft layers"
+    with pytest.raises(ValueError, match=words):
+        plain_model.generate(PROMPTS, 4, **options)
+    with pytest.raises(ValueError, match=words):
+        Runner(plain_model, max_sequences=1, max_tokens=64, **options)
+    with pytest.raises(ValueError, match=words):
+        prepare(plain_model, sequences=1, tokens=64, **options)
+
+
+# Greedy text, by drafts that are right or wrong -------------------------------------------------
+
+
+def assert_greedy_text_is_plain(
+    served: DeepseekV4ForCausalLM, method: str, prompts: list[list[int]], count: int,
+    kinds: Sequence[str] = KINDS, **sizes: Any,
+) -> dict[str, Comparison]:  # fmt: skip
+    """Compare texts and counts of drafts of each kind with those that must be."""
+    sizes = {"max_sequences": len(prompts), "prefix_sequences": 0, **sizes}
+
+    def answers(runner: Runner, asked: list[tuple[list[int], int]]) -> list[Request]:
+        requests = [runner.add(prompt, greedy(most)) for prompt, most in asked]
+        runner.run()
+        return requests
+
+    results = dict[str, Comparison]()
+    with Runner(served, speculate=None, **sizes) as plain:
+        # Longer than the texts with drafts, whose last steps draft behind the end.
+        expected = answers(plain, [(prompt, count + ROLLBACK) for prompt in prompts])
+        for kind in kinds:
+            tables = [
+                proposed([*r.prompt, *r.tokens], kind, served.config.vocab_size, i)
+                for i, r in enumerate(expected)
+            ]
+            with Runner(served, speculate=method, confidence_threshold=None, **sizes) as runner:
+                draft_from_tables(runner, tables)
+                requests = answers(runner, [(prompt, count) for prompt in prompts])
+                counts, drafts = runner.draft_counts, runner.drafting.drafts_at(len(prompts))
+            results[kind] = compare(lambda asked: answers(plain, asked), requests, expected)
+            texts = [[*r.prompt, *r.tokens] for r in requests]
+            steps = counted(texts, prompts, tables, drafts)
+            assert (counts.steps, counts.drafted) == (steps.steps, steps.steps * drafts)
+            assert steps.accepted[0] <= counts.accepted <= steps.accepted[1]
+            if kind == "right" and not results[kind].ties:
+                assert counts.accepted == counts.drafted
+            if kind == "wrong" and not results[kind].ties:
+                assert counts.accepted == 0
+    return results
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_text_is_plain_by_right_wrong_and_mixed_drafts(method) -> None:
+    results = assert_greedy_text_is_plain(
+        model(method), method, list(PROMPTS), 9, max_tokens=64, max_chunk=24
+    )
+    for result in results.values():
+        assert not result.ties
+        assert result.tokens == 9 * len(PROMPTS)
+
+
+def test_texts_are_compared_behind_ties(monkeypatch) -> None:
+    """Logits of several tokens of a sequence differ from those of one by some noise."""
+    served, inner = model("mtp"), DeepseekV4ForCausalLM.logits
+
+    def noisy(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = inner(self, hidden)
+        return logits + 0.1 * (1e4 * logits).sin() if hidden.shape[0] > len(PROMPTS) else logits
+
+    monkeypatch.setattr(DeepseekV4ForCausalLM, "logits", noisy)
+    sizes = {"max_tokens": 64, "max_chunk": 24}
+    result = assert_greedy_text_is_plain(
+        served, "mtp", list(PROMPTS), 12, kinds=("mixed",), **sizes
+    )["mixed"]
+    assert len({tie.request for tie in result.ties}) > 1
+    assert result.tokens == 12 * len(PROMPTS)
+    result.check(share=0.5)
+
+
+def test_a_comparison_refuses_what_is_no_tie() -> None:
+    """Texts that differ where margins are wide, and texts that differ at many ties."""
+    expected = Comparison(100, 0.01, [Tie(0, 5, (1, 2), 0.015)])
+    expected.check(0.01)
+    with pytest.raises(AssertionError, match=r"no ties at a difference of logits of 1\.00e-02"):
+        replace(expected, ties=[Tie(0, 5, (1, 2), 0.025)]).check(0.01)
+    with pytest.raises(AssertionError):
+        replace(expected, ties=2 * expected.ties).check(0.01)
+
+
 # Sampled text ---------------------------------------------------------------------------------
 
 
@@ -349,6 +455,26 @@ def test_captured_steps_with_drafts_are_the_eager_ones(method) -> None:
     assert runner._steps.speculative is not None
     assert runner._steps.speculative._captures_drafts
     assert runner._steps.speculative.captures > 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_greedy_text_of_a_thousand_tokens_is_plain(method, capsys) -> None:
+    """Four sequences over the borders of windows and pages; ties are named in the output."""
+    served, fill = on_gpu(method), torch.Generator().manual_seed(7)
+    prompts = [
+        torch.randint(served.config.vocab_size, (length,), generator=fill).tolist()
+        for length in (3, 59, 121, 252)
+    ]
+    sizes = {"max_tokens": 1400, "max_chunk": 64, "buckets": (4,), "prompt_buckets": (64,)}
+    results = assert_greedy_text_is_plain(served, method, prompts, 1000, **sizes)
+    with capsys.disabled():
+        for kind, result in results.items():
+            print(f"\n{method}, {kind} drafts: {result}", *result.ties[:5], sep="\n  ")
+    for result in results.values():
+        assert result.tokens == 1000 * len(prompts)
+        assert result.difference < 0.25, "logits lie around 1; more is no rounding"
+        result.check(share=0.03)
 
 
 @pytest.mark.gpu
