@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -160,6 +161,20 @@ def assert_parameters(ptx, packed):
     assert packed.offsets == offsets
     assert [struct.calcsize(kind) for kind in packed.kinds] == sizes
     assert packed.size == end
+
+
+def test_the_documented_plans_are_those_that_are_compiled():
+    page = (Path(__file__).parents[2] / "docs" / "kernels" / "gemm_e4m3.md").read_text()
+    plans = (E4m3Plan(2, 3, 3, False), E4m3Plan(1, 5, 3, False), *converted_plans(False, False))
+    plans += (*block_e4m3_plans(False, False), QUICK[2], QUICK[4])
+    for plan in plans:
+        stages = f"{plan.stages} + {plan.dequantized_stages}".removesuffix(" + 0")
+        dequantizing = plan.dequant_registers if plan.dequant_warps else "-"
+        row = (
+            f"| {plan.token_block} | {stages} | {plan.threads} | {plan.copy_registers}, "
+            f"{dequantizing}, {plan.mma_registers} | {plan.shared_bytes:,} |"
+        )
+        assert row in page
 
 
 def loop_plan(*sizes):

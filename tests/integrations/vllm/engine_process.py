@@ -64,7 +64,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=False,
-        additional_config=FLOAT32,
+        additional_config={"dsv4": FLOAT32["dsv4"] | request.get("dsv4", {})},
         **request["options"],
     )
     if request["options"].get("tensor_parallel_size", 1) > 1:
@@ -92,6 +92,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "free": free,
         "free_after": free_after,
         "finite": finite,
+        "activation": model.model.config.activation,
         "steps": steps,
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "prefix_caching": core.vllm_config.cache_config.enable_prefix_caching,

@@ -127,6 +127,30 @@ def test_tokens_are_those_of_generate_with_chunks_preemption_and_reused_pages(
 
 
 @pytest.mark.slow
+def test_fp8_activations_of_the_options_give_the_tokens_of_generate(checkpoint: Checkpoint) -> None:
+    """Other tokens than bfloat16 activations give, so the option reaches every step."""
+    model = dsv4.load(
+        checkpoint.folder, dtype=torch.float32, activation="fp8", mtp=False, progress=False
+    )
+    prompts, new = _prompts((5, 64, 129, 200), 1), [12] * 4
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "max_model_len": 256}
+    result = _run(
+        "V1",
+        checkpoint,
+        {
+            "options": options,
+            "dsv4": {"activation": "fp8"},
+            "batches": [{"prompts": prompts, "new": new}],
+        },
+    )
+    expected = Checkpoint(checkpoint.folder, model).texts(prompts, new)
+    assert result["activation"] == "fp8"
+    assert result["finite"]
+    assert result["tokens"] == [expected]
+    assert expected != checkpoint.texts(prompts, new)
+
+
+@pytest.mark.slow
 def test_tokens_on_two_ranks_are_those_of_one(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
