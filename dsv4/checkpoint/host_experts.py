@@ -17,7 +17,7 @@ from dsv4.checkpoint.reader import Checkpoint
 from dsv4.config import ModelConfig
 from dsv4.layers import _host_memory
 from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
-from dsv4.layers.host_experts import HostExperts, Hosting
+from dsv4.layers.host_experts import HostExperts, Hosting, check_counts
 from dsv4.layers.step_tokens import prompt_bytes
 from dsv4.quant.formats import MXFP4, NVFP4
 
@@ -32,7 +32,18 @@ FILLING_GPU_BYTES = 2_000_000_000
 # computes without them: for 16384 tokens of Flash on an H100 17 ms (computed). At 50.8 GB/s
 # (measured on an H200) it is 21 ms.
 _HALF_BYTES = 1 << 29
-_CACHED_SHARE = 0.29  # of an H200's 210 experts of a Flash layer 60, of an H100's 104 experts 30
+# Share of slots among the experts on the GPU. Simulated (tests/_tools/slot_shares.py), not
+# measured: the policy of ``expert_decide`` in plain Python, 600 steps of one token after 300, 6 of
+# 256 experts drawn by Zipf's law with exponent 1, popular ones anywhere. Times of the loads of
+# Flash's 43 layers at 50.8 GB/s, in ms a token:
+#   static + slots (H100)      101 + 12   80 + 33   49 + 64
+#   most used experts static       10.6      11.4      12.3
+#   first experts static           19.7      16.0      14.3
+# With exponent 0.7: 19.6, 20.5, 21.8 and 30.5, 25.6, 23.9. On an H200 with exponent 1, 208 + 12 and
+# 156 + 64: 1.9, 2.2 and 3.9, 2.9. So known counts want few slots, and unknown ones many; 29 % lies
+# between, because ``repin_`` makes the most used experts static later.
+_CACHED_SHARE = 0.29
+_COUNTED_SHARE = 0.1
 _LEAST_TOKENS = 2  # whose experts "auto" has slots for: a token and one draft
 _DRAFT = "mtp."
 
@@ -79,41 +90,50 @@ class ExpertSizes:
         return cls(layers, experts, config.num_experts_per_tok, expert, other, prompt)
 
     def placement(
-        self, gpu_bytes: int, host_bytes: int, step_bytes: int = KEPT_GPU_BYTES
+        self,
+        gpu_bytes: int,
+        host_bytes: int,
+        step_bytes: int = KEPT_GPU_BYTES,
+        counts: torch.Tensor | None = None,
     ) -> HostExperts | None:
         """Return the placement for memory that is free; None: all experts fit on the GPU.
 
-        The slots of experts that are not static are 29 % of those on the GPU, and at least as many
-        as two tokens choose. Where host memory is short they are fewer, and more experts static.
-        The buffer for long prompts holds a half of the experts without a slot in each of its
-        halves, at most 0.54 GB of them. Where memory does not suffice with room for a prompt in one
-        step, there is less room, and steps of prompts are shorter.
+        The slots of experts that are not static are 29 % of those on the GPU, with counts of use
+        10 %, and at least as many as two tokens choose. Where host memory is short they are fewer,
+        and more experts static. The buffer for long prompts holds a half of the experts without a
+        slot in each of its halves, at most 0.54 GB of them. Where memory does not suffice with room
+        for a prompt in one step, there is less room, and steps of prompts are shorter.
 
         Args:
             gpu_bytes: Free bytes of the GPU.
             host_bytes: Free bytes of the host.
             step_bytes: Bytes of the GPU beside weights and buffer that a step needs. While a layer
                 is filled its stacks take this memory, so more is kept where they are larger.
+            counts: Counts of use of each expert, by which the static ones are chosen; or None.
 
         Raises:
             MemoryError: if GPU and host memory together do not suffice.
         """
         short = replace(self, prompt_bytes=0)
+        share = _CACHED_SHARE if counts is None else _COUNTED_SHARE
         capacity = gpu_bytes - self.other_bytes - short.kept_bytes(step_bytes)
         if capacity // (self.layers * self.expert_bytes) >= self.experts:
             return None
         try:
-            return self._placement(gpu_bytes, host_bytes, step_bytes)
+            placement = self._placement(gpu_bytes, host_bytes, step_bytes, share)
         except MemoryError:
-            return short._placement(gpu_bytes, host_bytes, step_bytes)
+            placement = short._placement(gpu_bytes, host_bytes, step_bytes, share)
+        return replace(placement, counts=counts)
 
-    def _placement(self, gpu_bytes: int, host_bytes: int, step_bytes: int) -> HostExperts:
+    def _placement(
+        self, gpu_bytes: int, host_bytes: int, step_bytes: int, share: float
+    ) -> HostExperts:
         """Return the placement of a model that does not fit the GPU; see ``placement``."""
         capacity = gpu_bytes - self.other_bytes - self.kept_bytes(step_bytes)
         capacity -= self._most_staged_bytes(self.experts)
         most = int(capacity // (self.layers * self.expert_bytes))
         in_host = int(max(0, host_bytes) // (self.layers * self.expert_bytes))
-        for slots in range(max(round(_CACHED_SHARE * most), self._least(most)), 0, -1):
+        for slots in range(max(round(share * most), self._least(most)), 0, -1):
             static = most - slots
             if slots < min(self.top_k, self.experts - static) or static < 0:
                 break
@@ -211,24 +231,29 @@ def check_argument(value: object) -> None:
 
     Raises:
         TypeError: if it is none of those that ``load`` takes.
-        ValueError: if it is a text other than ``"auto"`` or a negative number.
+        ValueError: if it is a text other than ``"auto"``, a negative number, or has negative
+            counts.
     """
+    if isinstance(value, torch.Tensor):
+        check_counts("host_experts", value)
+        return
     if value is None or isinstance(value, HostExperts) or value == "auto":
         return
     if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
         if isinstance(value, str) or value < 0:
             raise ValueError(
-                f"host_experts is {value!r}, wanted 'auto', a number of bytes, a HostExperts or "
-                "None"
+                f"host_experts is {value!r}, wanted 'auto', a number of bytes, a HostExperts, "
+                "counts of use or None"
             )
         return
     raise TypeError(
-        f"host_experts is {value!r}, wanted 'auto', a number of bytes, a HostExperts or None"
+        f"host_experts is {value!r}, wanted 'auto', a number of bytes, a HostExperts, counts of "
+        "use or None"
     )
 
 
 def hosting_of(
-    value: str | int | HostExperts | None,
+    value: str | int | HostExperts | torch.Tensor | None,
     checkpoint: Checkpoint,
     config: ModelConfig,
     request: FillRequest,
@@ -241,6 +266,8 @@ def hosting_of(
         MemoryError: if memory does not suffice.
         ValueError: if a placement does not fit the model.
     """
+    counts = value if isinstance(value, torch.Tensor) else None
+    value = "auto" if isinstance(value, torch.Tensor) else value
     if value is None or value == 0:
         return None
     device = torch.device("cpu" if request.device is None else request.device)
@@ -254,7 +281,7 @@ def hosting_of(
             _logger.info("host_experts: the model is on the CPU, its experts are there already")
             return None
         host = _host_memory.available_bytes() - _host_memory.KEPT_BYTES
-        placement = sizes.placement(_free(device), host)
+        placement = sizes.placement(_free(device), host, counts=counts)
     else:
         assert isinstance(value, int)
         placement = sizes.with_host_bytes(value, _free(device) if on_gpu else None)

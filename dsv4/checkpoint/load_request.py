@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from dsv4.checkpoint.arguments import check_prepare, check_reserve
 from dsv4.checkpoint.filling import FillRequest
 from dsv4.checkpoint.host_experts import check_argument
@@ -25,7 +27,7 @@ class LoadRequest:
     mtp: bool | None
     reserve_tokens: int | None
     prepare: bool | str
-    host_experts: str | int | HostExperts | None
+    host_experts: str | int | HostExperts | torch.Tensor | None
 
     def check(self) -> None:
         """Check what needs no checkpoint.

@@ -40,7 +40,7 @@ def load(
     progress: bool = True,
     device_mesh: Any = None,
     parallel: str | None = None,
-    host_experts: str | int | HostExperts | None = None,
+    host_experts: str | int | HostExperts | torch.Tensor | None = None,
 ) -> DeepseekV4ForCausalLM:
     """Load a model from a checkpoint folder, ready to run on its device.
 
@@ -123,7 +123,9 @@ def load(
         host_experts: Routed experts in host memory, for a model that is larger than its GPU. Of
             each layer some experts are static, on the GPU alone; the others lie in pinned host
             memory, and slots on the GPU are a cache for them. ``"auto"``: as few as free memory
-            allows, none if the model fits. A number: bytes of experts that lie there at least. A
+            allows, none if the model fits. Counts of use (``dsv4.layers.expert_counts``): as
+            ``"auto"``, with the most used experts static. A number: bytes of experts that lie there
+            at least. A
             ``dsv4.layers.HostExperts`` says how many are static, how many slots there are, which
             experts are used most, and how large the buffer for the experts of long prompts is.
             None: all experts are on the device. One GPU of compute capability 9.0, or a CPU, in one

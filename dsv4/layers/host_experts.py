@@ -57,7 +57,7 @@ class HostExperts:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"HostExperts: {name} is {value!r}, wanted an integer")
         if self.counts is not None:
-            _check_counts("HostExperts", self.counts)
+            check_counts("HostExperts", self.counts)
 
     def check(self, experts: int, layers: int, top_k: int) -> None:
         """Check it for a model.
@@ -92,7 +92,7 @@ class HostExperts:
         return most_used(self.counts[layer].tolist(), self.static)
 
 
-def _check_counts(function: str, counts: object) -> None:
+def check_counts(function: str, counts: object) -> None:
     """Check that counts of use are a tensor of integers from 0.
 
     Raises:
@@ -354,7 +354,7 @@ def repin_(model: nn.Module, counts: torch.Tensor | None = None) -> int:
     """
     layers = _all_hosted("repin_", model)
     counts = expert_counts(model) if counts is None else counts
-    _check_counts("repin_", counts)
+    check_counts("repin_", counts)
     shape = [len(layers), layers[0].experts]
     if list(counts.shape) != shape:
         raise ValueError(f"repin_: counts have shape {list(counts.shape)}, wanted {shape}")

@@ -43,10 +43,11 @@ from dsv4.checkpoint.transaction import INDEX
 from dsv4.config import ModelConfig
 from dsv4.layers import HostExperts
 from dsv4.layers import _host_memory as host_memory
-from dsv4.layers.host_experts import experts_of
+from dsv4.layers.host_experts import hosted_of
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
 from dsv4.testing.assertions import assert_bitwise
+from tests._tools.host_soak import locked_bytes
 
 _GB = 1e9
 _SLICE = 64 << 20  # bytes of one write
@@ -264,26 +265,25 @@ def _stored(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use: of the process in host memory, locked for the GPU, and on the GPU."""
+    """Bytes in use: of the process in host memory, and on the GPU."""
 
     resident: int
-    pinned: int
     allocated: int
     used: int
 
     @classmethod
     def now(cls, device: torch.device) -> Memory:
         """Read them."""
-        resident, pinned = (status_bytes(name) for name in ("VmRSS", "VmPin"))
+        resident = status_bytes("VmRSS")
         if device.type != "cuda":
-            return cls(resident, pinned, 0, 0)
+            return cls(resident, 0, 0)
         free, total = torch.cuda.mem_get_info(device)
-        return cls(resident, pinned, torch.cuda.memory_allocated(device), total - free)
+        return cls(resident, torch.cuda.memory_allocated(device), total - free)
 
     def __str__(self) -> str:
         return (
-            f"host {self.resident / _GB:.2f} GB, {self.pinned / _GB:.2f} GB of them pinned; GPU "
-            f"{self.allocated / _GB:.2f} GB of tensors, {self.used / _GB:.2f} GB in use"
+            f"host {self.resident / _GB:.2f} GB; GPU {self.allocated / _GB:.2f} GB of tensors, "
+            f"{self.used / _GB:.2f} GB in use"
         )
 
 
@@ -385,8 +385,12 @@ def compare(folder: Path, sizes: Sizes, device: torch.device, report: Report, nb
     report.line(f"before loading: {before}")
     with report.timed("load with experts in host memory", nbytes):
         hosted = dsv4.load(folder, host_experts=sizes.placement, **options)
-    rows = sum(experts.hosted.rows.nbytes for _, experts in experts_of(hosted))
-    report.line(f"hosted: {rows / _GB:.1f} GB of experts in host memory; {Memory.now(device)}")
+    rows, locked = sum(layer.rows.nbytes for layer in hosted_of(hosted)), locked_bytes(hosted)
+    assert device.type != "cuda" or locked == rows, f"{locked} of {rows} bytes are locked"
+    report.line(
+        f"hosted: {rows / _GB:.1f} GB of experts in host memory, {locked / _GB:.1f} of them "
+        f"locked; {Memory.now(device)}"
+    )
     with report.timed("load with all experts on the device", nbytes):
         resident = dsv4.load(folder, **options)
     report.line(f"both: {Memory.now(device)}")

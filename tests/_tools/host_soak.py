@@ -29,7 +29,7 @@ from dsv4.bench.suites.random_model import Weights, random_model
 from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.layers import HostExperts
-from dsv4.layers.host_experts import experts_of
+from dsv4.layers.host_experts import experts_of, hosted_of
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
 from dsv4.serving.request import TokenLogprobs
@@ -39,7 +39,7 @@ from dsv4.testing.models import randomize_
 _FIRST_CHECKS = 3  # checks after which memory must not grow
 _SMALL = HostExperts(3, 4)
 # Bytes that may come and go: a runner's last step may hold some tensors of its own.
-_DRIFT = {"allocated": 1 << 20, "used": 32 << 20, "resident": 32 << 20, "pinned": 0}
+_DRIFT = {"allocated": 1 << 20, "used": 32 << 20, "resident": 32 << 20, "locked": 0}
 
 
 @dataclass(frozen=True)
@@ -50,34 +50,39 @@ class Memory:
         allocated: By PyTorch's tensors on the GPU.
         used: Of the GPU, by everybody.
         resident: Of the process in host memory.
-        pinned: Of these, locked, as far as the system counts them (``VmPin`` and ``VmLck``).
+        locked: Bytes of experts in host memory whose pages CUDA has locked. The system counts no
+            memory that ``cudaHostRegister`` locks (``VmPin`` and ``VmLck`` stay 0).
     """
 
     allocated: int
     used: int
     resident: int
-    pinned: int
+    locked: int
 
     @classmethod
-    def of(cls, device: torch.device) -> Memory:
-        """Return what is in use now."""
+    def of(cls, model: DeepseekV4ForCausalLM) -> Memory:
+        """Return what is in use now, by a model and besides it."""
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-        resident = pages * 4096
-        fields = Path("/proc/self/status").read_text("ascii").splitlines()
-        locked = [line.split()[1] for line in fields if line.startswith(("VmPin:", "VmLck:"))]
-        pinned = 1024 * sum(map(int, locked))
+        resident, locked, device = pages * 4096, locked_bytes(model), model.device
         if device.type != "cuda":
-            return cls(0, 0, resident, pinned)
+            return cls(0, 0, resident, locked)
         free, total = torch.cuda.mem_get_info(device)
-        return cls(torch.cuda.memory_allocated(device), total - free, resident, pinned)
+        return cls(torch.cuda.memory_allocated(device), total - free, resident, locked)
 
     def __str__(self) -> str:
-        sizes = (self.allocated, self.used, self.resident, self.pinned)
-        allocated, used, resident, pinned = (f"{nbytes / 1e6:.1f}" for nbytes in sizes)
+        sizes = (self.allocated, self.used, self.resident, self.locked)
+        allocated, used, resident, locked = (f"{nbytes / 1e6:.1f}" for nbytes in sizes)
         return (
             f"{allocated} MB allocated, {used} MB of the GPU, {resident} MB of the host, "
-            f"{pinned} MB locked"
+            f"{locked} MB locked"
         )
+
+
+def locked_bytes(model: DeepseekV4ForCausalLM) -> int:
+    """Return the bytes of a model's experts in host memory that CUDA has locked; 0 on a CPU."""
+    if model.device.type != "cuda":
+        return 0
+    return sum(hosted.rows.nbytes for hosted in hosted_of(model) if hosted.rows.is_pinned())
 
 
 def small_model(device: torch.device, *, mtp: bool = False) -> DeepseekV4ForCausalLM:
@@ -183,7 +188,7 @@ def soak(
 
     Raises:
         AssertionError: if bits differ, the answer to a repeated request does, tables contradict
-            each other, or memory grows.
+            each other, memory grows, or on a GPU experts in host memory are not locked.
     """
     target = torch.device(device)
     on_gpu = target.type == "cuda"
@@ -197,7 +202,8 @@ def soak(
     new_tokens = 32 if on_gpu else 2
     answer, asker = Asker(resident, new_tokens).answer(), Asker(hosted, new_tokens)
     generator = torch.Generator().manual_seed(1)
-    count, checks, noted, window = 0, 0, Memory.of(target), Window()
+    count, checks, noted, window = 0, 0, Memory.of(hosted), Window()
+    rows = sum(layer.rows.nbytes for layer in hosted_of(hosted))
     start = checked = time.perf_counter()
     while (now := time.perf_counter()) - start < seconds:
         token = torch.randint(2, resident.config.vocab_size, (1,), generator=generator)
@@ -217,7 +223,8 @@ def soak(
         assert asker.answer() == answer, f"step {count}: a repeated request has another answer"
         if checks % 3 == 2:
             layers.repin_(hosted)
-        checks, checked, memory = checks + 1, time.perf_counter(), Memory.of(target)
+        checks, checked, memory = checks + 1, time.perf_counter(), Memory.of(hosted)
+        assert not on_gpu or memory.locked == rows, f"{memory.locked} of {rows} bytes are locked"
         hits = 100 * layers.cache_use(hosted).hit_rate
         say(f"{now - start:7.1f} s, {count} steps, hits {hits:.1f} %, {window}: {memory}")
         window = Window()
@@ -227,7 +234,7 @@ def soak(
         for name, most in _DRIFT.items():
             grown = getattr(memory, name) - getattr(noted, name)
             assert grown <= most, f"{name} memory grew by {grown} bytes: {noted} to {memory}"
-    say(f"since check {_FIRST_CHECKS}: {noted}, then {Memory.of(target)}")
+    say(f"since check {_FIRST_CHECKS}: {noted}, then {Memory.of(hosted)}")
     return count
 
 

@@ -87,6 +87,8 @@ class TestLoad:
             ("all", ValueError, "host_experts is 'all', wanted 'auto'"),
             (-1, ValueError, "host_experts is -1, wanted 'auto'"),
             (1.5, TypeError, "host_experts is 1.5, wanted 'auto'"),
+            (torch.rand(3, 4), TypeError, "host_experts: counts have dtype torch.float32"),
+            (torch.tensor([[-1]]), ValueError, "host_experts: a count is -1, wanted 0 or more"),
             (HostExperts(1, 1), ValueError, "slots is 1, wanted 2 to 3"),
             (HostExperts(4, 1), ValueError, "slots is 1, wanted 0 to 0"),
         ],
@@ -111,6 +113,15 @@ class TestPlacement:
         assert (h100.static, h100.slots) == (72, 29)
         assert 64 * GB < FLASH.host_bytes(h200) < 66 * GB
         assert FLASH.placement(181 * GB, 0) is None
+
+    def test_counts_leave_fewer_slots(self):
+        """Static experts that are the most used ones save more loads than slots do."""
+        counts = torch.arange(43 * 256).view(43, 256)
+        plain = FLASH.placement(int(83.2 * GB), 130 * GB)
+        counted = FLASH.placement(int(83.2 * GB), 130 * GB, counts=counts)
+        assert counted.slots == 12
+        assert counted.static + counted.slots == plain.static + plain.slots
+        assert counted.static_of(3, 256) == list(range(256 - counted.static, 256))
 
     def test_counts_the_buffer_for_long_prompts(self):
         """Its halves hold the experts without a slot of a layer, or 0.54 GB of them."""

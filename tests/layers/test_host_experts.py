@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -490,6 +491,16 @@ def test_a_soak_counts_its_steps():
     assert host_soak.soak(0.5, "cpu", every=0.2, say=said.append) > 0
     assert "steps, hits" in said[0]
     assert "ms a step" in said[0]
+
+
+def test_locked_bytes_are_those_that_cuda_locked(monkeypatch):
+    def rows(nbytes: int, locked: bool):
+        return SimpleNamespace(rows=SimpleNamespace(nbytes=nbytes, is_pinned=lambda: locked))
+
+    made = [rows(5, True), rows(7, False), rows(11, True)]
+    monkeypatch.setattr(host_soak, "hosted_of", lambda model: made)
+    assert host_soak.locked_bytes(SimpleNamespace(device=torch.device("cuda"))) == 16
+    assert host_soak.locked_bytes(SimpleNamespace(device=torch.device("cpu"))) == 0
 
 
 class TestAllocation:
