@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from dsv4.bench.suites.random_model import Weights, random_model
-from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.compilation.counts import of_this_process
+from dsv4.config import CSA, HCA, SLIDING, DSparkConfig, ModelConfig
 from dsv4.serving import Runner
 from tests.integrations.vllm import compare_process
 
@@ -77,6 +78,7 @@ def compared(tmp_path, *engines, seconds=60.0, **options):
         folder=tmp_path,
         random=None,
         engines=list(engines),
+        draft="mtp",
         draft_tokens=1,
         seconds=seconds,
         rounds=2,
@@ -104,7 +106,7 @@ def test_engines_work_one_at_a_time(tmp_path, capsys):
     assert "4.00; 1.00        2.00; 1.00        2.00; 1.00   2.00" in printed
     assert "kernels 8, parts: foreign kernels none" in printed
     assert "parts and drafts, alone: right: 8 of 8 texts equal" in printed
-    assert "many requests, drafts: 64 texts, all log-probabilities finite" in printed
+    assert "many requests, drafts: 200 texts, all log-probabilities finite" in printed
     assert "median 0.500" in printed
 
 
@@ -133,6 +135,37 @@ def test_an_engine_that_is_late_is_left(tmp_path, capsys):
     comparison.phase("scores", "score")
     assert capsys.readouterr().out == "scores, parts: left out, no time is left\n"
     assert comparison.results == {}
+
+
+def test_what_is_compiled_after_the_start_is_named():
+    results = {
+        "start": {"parts": {"compiled": 40, "compiled_names": {"gemm": 40}}, "stock": {}},
+        "decode 1": {"parts": {"compiled": 2, "compiled_names": {"rope": 2}}, "stock": {}},
+        "scores": {"parts": {"compiled": 0, "first_launches": {"_topk": 1}}, "stock": {}},
+    }
+    assert compare.compilation_lines(results) == [
+        "parts: 2 kernels of dsv4 compiled after the start; decode 1: rope",
+        "parts: 1 first launches of other Triton kernels; scores: _topk",
+        "stock: 0 kernels of dsv4 compiled after the start",
+    ]
+
+
+def test_compilations_are_counted_call_by_call():
+    counted = engine.Compilations()
+    with of_this_process().compiling("a_kernel"):
+        counted.others.append("another")
+    answer = counted.since_last()
+    assert answer["compiled_names"] == {"a_kernel": 1}
+    assert (answer["compiled"], answer["first_launches"]) == (1, {"another": 1})
+    assert counted.since_last()["compiled"] == 0
+
+
+def test_one_long_step_and_long_steps_differ():
+    assert engine.spread([0.002, 0.002, 0.1, 0.002]) == {
+        "median_ms": 2.0,
+        "longest_ms": 100.0,
+        "longest_step": 2,
+    }
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=8)
@@ -187,7 +220,7 @@ def test_random_weights_prefer_successors():
     config = ModelConfig.tiny(layer_types=(SLIDING, CSA, HCA), **SIZES)
     model = random_model(config, CPU, Weights("mxfp4-cast", "nvidia"), pack=False, mtp=True)
     weights.prefer_successors(model, strength=0.4, wrong=160)
-    weights.draw_mxfp4_experts(model)
+    weights.draw_mxfp4_experts([draft.layer for draft in model.mtp])
     texts, logprobs = [], []
     with Runner(model, max_sequences=1, max_tokens=64, speculate="mtp", draft_tokens=1) as runner:
         for prompt in ([5, 9, 11], [300, 11]):
@@ -198,6 +231,21 @@ def test_random_weights_prefer_successors():
         counts = runner.draft_counts
     assert texts[0] == texts[1]
     assert max(abs(a - b) for a, b in zip(*logprobs, strict=True)) > 0.01
+    assert 0 < counts.accepted < counts.drafted
+
+
+def test_dspark_drafts_are_right_and_wrong():
+    spark = DSparkConfig(
+        block_size=5, noise_token_id=511, target_layer_ids=(0, 1, 2), markov_rank=256
+    )
+    sizes = {**SIZES, "num_nextn_predict_layers": 0, "dspark": spark}
+    config = ModelConfig.tiny(layer_types=(SLIDING, CSA, HCA), **sizes)
+    model = random_model(config, CPU, Weights("mxfp4-cast", "nvidia"), pack=False, mtp=True)
+    weights.prefer_successors(model, strength=0.4, wrong=160)
+    with Runner(model, max_sequences=1, max_tokens=64, speculate="dspark") as runner:
+        runner.add([5, 9, 11], max_new_tokens=24, stop_ids=())
+        runner.run()
+        counts = runner.draft_counts
     assert 0 < counts.accepted < counts.drafted
 
 
@@ -222,3 +270,6 @@ def test_flash_is_made_smaller():
     config = weights.flash_config(12, 32)
     assert (config.num_hidden_layers, len(config.layer_types)) == (12, 12)
     assert config.hidden_size == ModelConfig.flash().hidden_size
+    drafted = weights.flash_config(12, 32, "dspark")
+    assert drafted.dspark.target_layer_ids == (9, 10, 11)
+    assert drafted.num_nextn_predict_layers == 0

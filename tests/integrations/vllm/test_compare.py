@@ -32,6 +32,7 @@ def test_an_engine_does_every_phase(tmp_path, monkeypatch, capsys):
         folder=tmp_path / "model",
         random=None,
         engines=["model"],
+        draft="mtp",
         draft_tokens=1,
         seconds=800.0,
         rounds=1,
@@ -48,5 +49,6 @@ def test_an_engine_does_every_phase(tmp_path, monkeypatch, capsys):
         assert results[f"decode {requests}, round 0"]["model"]["tokens"] == 1
     assert len(results["texts"]["model"]["texts"]) == 8
     assert len(results["scores"]["model"]["logprobs"]) > 20
-    assert "many requests, model: 64 texts, all log-probabilities finite" in printed
+    assert "many requests, model: 24 texts, all log-probabilities finite" in printed
+    assert "model: 0 kernels of dsv4 compiled after the start" in printed
     assert "foreign kernels none" in printed
