@@ -6,13 +6,15 @@ Each line is a call of a method of ``Worker``; its answer is a line that begins 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +117,41 @@ class Worker:
             ]
         }
 
+    def poisoned(
+        self, weight: str, row: int | None, prompts: list[list[int]], new: int
+    ) -> dict[str, Any]:
+        """Answer prompts while a weight is NaN, and return what ``DSV4_VLLM_CHECK=1`` logged.
+
+        Args:
+            weight: Name of a parameter of the model; empty: none is changed.
+            row: The row that is NaN; None: all of it.
+            prompts: Their tokens.
+            new: Tokens of each answer.
+        """
+        with listening() as lines, self._nan(weight, row):
+            names = self._add(prompts, new)
+            while self.engine.has_unfinished_requests():
+                self.engine.step()
+        # Marks of the last step are examined when another begins.
+        with listening() as late:
+            self._texts(self._prompts([3], 1), [2])
+        return {"requests": names, "incidents": lines + late}
+
+    @contextmanager
+    def _nan(self, weight: str, row: int | None) -> Iterator[None]:
+        if not weight:
+            yield
+            return
+        worker = self.engine.engine_core.engine_core.model_executor.driver_worker
+        values = worker.get_model().get_parameter(weight).data
+        values = values if row is None else values[row]
+        stored = values.clone()
+        values.fill_(math.nan)
+        try:
+            yield
+        finally:
+            values.copy_(stored)
+
     def _add(self, prompts: list[list[int]], new: int) -> list[str]:
         parameters = self.vllm.SamplingParams(
             temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False
@@ -157,6 +194,20 @@ class Worker:
             if metric.name.startswith("vllm:spec_decode_num") and hasattr(metric, "value"):
                 counts[metric.name.removeprefix("vllm:spec_decode_num_")] = float(metric.value)
         return counts
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Collect the errors that dsv4 logs in the block."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.plugins.dsv4")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def _text(completion: Any) -> dict[str, Any]:

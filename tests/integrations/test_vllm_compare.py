@@ -22,8 +22,12 @@ from tests.integrations.vllm import compare_process
 
 CPU = torch.device("cpu")
 
-compare, processes, engine, weights = map(
-    compare_process.load, ("compare", "compare_processes", "compare_engine", "compare_weights")
+compare, processes, engine, weights, find_nan, load = map(
+    compare_process.load,
+    (
+        *("compare", "compare_processes", "compare_engine", "compare_weights"),
+        *("find_nan", "serve_load"),
+    ),
 )
 
 # An engine without vLLM. It answers as ``Worker`` does, and notes when it works in a file.
@@ -166,6 +170,45 @@ def test_one_long_step_and_long_steps_differ():
         "longest_ms": 100.0,
         "longest_step": 2,
     }
+
+
+def choice(tokens, *logprobs):
+    return {"token_ids": tokens, "logprobs": {"content": [{"logprob": x} for x in logprobs]}}
+
+
+def test_answers_over_http_are_judged():
+    staying, going = load.Request([1], 2), load.Request([1], 2, 0.1)
+    assert load.problem(staying, choice([5, 6], -1.0, -2.0)) == ""
+    assert load.problem(going, None) == ""
+    assert load.problem(staying, None) == "no answer"
+    assert load.problem(staying, choice([5], -1.0)) == "1 tokens, expected 2"
+    for value in (math.nan, None, -9999.0):
+        problem = load.problem(staying, choice([5, 6], -1.0, value))
+        assert problem == "a log-probability is not finite"
+    assert load.problem(staying, {"error": "status 500"}) == "status 500"
+
+
+def test_half_of_the_requests_share_prefixes_and_a_fifth_hangs_up():
+    made = load.requests_of(200, 100, 64)
+    assert all(1 <= len(request.tokens) <= 64 for request in made)
+    assert sum(request.patience is not None for request in made) == 40
+    assert len({tuple(request.tokens[:32]) for request in made[1::2]}) == 4
+
+
+def test_incidents_are_judged():
+    requests = [f"compare-{i}" for i in range(8)]
+    line = "step 2: NaN or infinity, first in the output of model.embed_tokens (Embedding): row 9, "
+    right = f"{line}request compare-5 at position 17. The x, before it, was finite"
+    answer = {"requests": requests, "incidents": [right]}
+    assert find_nan.wrong_token(answer) == ""
+    for wrong in (f"{line}request compare-4 at position 17", f"{line}request compare-5"):
+        assert find_nan.wrong_token({**answer, "incidents": [wrong]})
+    assert find_nan.wrong_token({**answer, "incidents": []})
+    assert find_nan.wrong_layer(answer, "model.embed_tokens") == ""
+    assert find_nan.wrong_layer(answer, "model.layers.2.attn").startswith("expected model.layers.2")
+    assert find_nan.wrong_layer({**answer, "incidents": []}, "x").startswith("no incident")
+    prompts = find_nan.prompts(100)
+    assert [(i, p.index(7)) for i, p in enumerate(prompts) if 7 in p] == [(5, 17)]
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=8)
