@@ -144,13 +144,17 @@ class Worker:
             return
         worker = self.engine.engine_core.engine_core.model_executor.driver_worker
         values = worker.get_model().get_parameter(weight).data
-        values = values if row is None else values[row]
-        stored = values.clone()
-        values.fill_(math.nan)
+        import torch
+
+        with torch.inference_mode():  # in which vLLM may have made the parameter
+            values = values if row is None else values[row]
+            stored = values.clone()
+            values.fill_(math.nan)
         try:
             yield
         finally:
-            values.copy_(stored)
+            with torch.inference_mode():
+                values.copy_(stored)
 
     def _add(self, prompts: list[list[int]], new: int) -> list[str]:
         parameters = self.vllm.SamplingParams(
