@@ -2,10 +2,12 @@
 
     python examples/vllm/compare.py nvidia/DeepSeek-V4-Flash-NVFP4
     python examples/vllm/compare.py small --random 12 32 --engines stock parts drafts
+    python examples/vllm/compare.py small_ds --random 12 32 --engines parts drafts --draft dspark
 
 ``--random LAYERS EXPERTS`` first writes a checkpoint of Flash's widths with random weights, which
 fits one GPU. Engines: ``stock`` is vLLM alone, ``parts`` has dsv4's kernels in vLLM's model,
-``model`` is dsv4's model under vLLM's engine, ``drafts`` is ``parts`` with vLLM's MTP proposer.
+``model`` is dsv4's model under vLLM's engine, ``drafts`` is ``parts`` with vLLM's MTP proposer, or
+with DSpark's (``--draft dspark``).
 
 Each engine is a process. All start at the same time, then one at a time works, so that no time
 contains another engine's work. After every phase the results so far are printed and written to
@@ -30,6 +32,8 @@ from compare_processes import DRAFTING, ENGINES, PROGRAM, Engine, EngineError
 
 DECODES = ((1, 1024), (8, 1024), (64, 512))  # requests, tokens of each before the steps
 PROMPT = 4096
+REQUESTS = 200  # of random lengths
+DRAFTED = {"mtp": 1, "dspark": 5}  # tokens of a step, unless --draft-tokens says otherwise
 # Log-probabilities of one text, computed in steps of other sizes, differ by rounding. Where two
 # tokens are closer than this, either may be the greedy one.
 NEAR_TIE = 0.75
@@ -111,7 +115,7 @@ def compare(comparison: Comparison, rounds: int, steps: int, scale: int = 1) -> 
     times(comparison, 0, steps, scale)
     run("texts", "texts", lengths=lengths, new=new, seed=1, alone=False)
     run("texts alone", "texts", ["parts", "drafts"], lengths=lengths, new=new, seed=1, alone=True)
-    lengths_of_all, answers = mixed(64, 2000 // scale)
+    lengths_of_all, answers = mixed(max(24, REQUESTS // scale), 2000 // scale)
     run("many requests", "texts", lengths=lengths_of_all, new=answers, seed=2, alone=False)
     for requests, context in DECODES:
         options = {"requests": requests, "context": context // scale, "steps": 10}
@@ -209,10 +213,10 @@ def summary(results: dict[str, dict[str, Any]]) -> list[str]:
             if phase.startswith("kernels") and name != "stock" and "foreign" in answer:
                 lines.append(f"{phase}, {name}: foreign kernels {answer['foreign'] or 'none'}")
             if "texts" in answer:
-                new = mixed(64, 2000)[1] if phase == "many requests" else None
+                new = mixed(REQUESTS, 2000)[1] if phase == "many requests" else None
                 wrong = finite(answer, new) or "all log-probabilities finite"
                 lines.append(f"{phase}, {name}: {len(answer['texts'])} texts, {wrong}")
-    lines += _text_lines(results)
+    lines += _text_lines(results) + compilation_lines(results)
     scores = results.get("scores", {})
     for first, second in (("stock", "parts"), ("stock", "model"), ("parts", "model")):
         pair = [scores.get(name, {}).get("logprobs") for name in (first, second)]
@@ -224,6 +228,31 @@ def summary(results: dict[str, dict[str, Any]]) -> list[str]:
                 f"largest {values[-1]:.3f}"
             )
     return lines
+
+
+def compilation_lines(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what each engine compiled after its start; dsv4's kernels should all be warm by then.
+
+    Kernels of others are those that Triton compiles at their first launch, or finds on a disk.
+    """
+    lines = []
+    for name in results.get("start", {}):
+        later = {phase: answers.get(name, {}) for phase, answers in results.items()}
+        later.pop("start")
+        own = {phase: a["compiled_names"] for phase, a in later.items() if a.get("compiled")}
+        others = {
+            phase: a["first_launches"] for phase, a in later.items() if a.get("first_launches")
+        }
+        count = sum(sum(names.values()) for names in own.values())
+        lines.append(f"{name}: {count} kernels of dsv4 compiled after the start{_named(own)}")
+        if others:
+            count = sum(sum(names.values()) for names in others.values())
+            lines.append(f"{name}: {count} first launches of other Triton kernels{_named(others)}")
+    return lines
+
+
+def _named(phases: dict[str, dict[str, int]]) -> str:
+    return "".join(f"; {phase}: {', '.join(names)}" for phase, names in phases.items())
 
 
 def _text_lines(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -267,9 +296,15 @@ def _ratio(stock: float | None, parts: float | None) -> str:
     return f"{stock / parts:.2f}" if stock and parts else "-"
 
 
-def engine_options(engine: str, on_gpu: bool, scale: int) -> dict[str, Any]:
-    """Return the options of ``vllm.LLM`` with which an engine is compared."""
-    steps = 2 if engine in DRAFTING else 1  # tokens of a request in a decode step
+def engine_options(drafts: int, on_gpu: bool, scale: int) -> dict[str, Any]:
+    """Return the options of ``vllm.LLM`` with which an engine is compared.
+
+    Args:
+        drafts: Tokens that it drafts per step.
+        on_gpu: Whether it runs on a GPU, where steps are captured.
+        scale: See ``compare``.
+    """
+    steps = 1 + drafts  # tokens of a request in a decode step
     options: dict[str, Any] = {
         "max_model_len": 2 * PROMPT // scale,
         "max_num_seqs": 64,
@@ -293,7 +328,9 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, help="a checkpoint, or where to write one")
     parser.add_argument("--random", type=int, nargs=2, metavar=("LAYERS", "EXPERTS"))
     parser.add_argument("--engines", nargs="+", default=["stock", "parts"], choices=ENGINES)
-    parser.add_argument("--draft-tokens", type=int, default=1)
+    parser.add_argument("--draft", choices=list(DRAFTED), default="mtp")
+    parser.add_argument("--draft-tokens", type=int)
+    parser.add_argument("--layout", choices=["nvidia", "deepseek"], default="nvidia")
     parser.add_argument("--seconds", type=float, default=900, help="no phase begins afterwards")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
@@ -320,15 +357,17 @@ def run(
     if options.random is not None and not (options.folder / "config.json").exists():
         from compare_weights import flash_config, random_checkpoint
 
-        random_checkpoint(options.folder, flash_config(*options.random), device)
+        config = flash_config(*options.random, options.draft)
+        random_checkpoint(options.folder, config, device, options.layout)
         print(f"{options.folder} is written, {time.perf_counter() - begin:.1f} s", flush=True)
     own = dict(pair.partition("=")[::2] for pair in options.option)
     engines = []
     for name in options.engines:
-        values = engine_options(name, device == "cuda", scale)
+        drafts = (options.draft_tokens or DRAFTED[options.draft]) if name in DRAFTING else 0
+        values = engine_options(drafts, device == "cuda", scale)
         values |= {key: json.loads(value) for key, value in own.items()}
         request = {"folder": str(options.folder), "options": values}
-        request["drafts"] = options.draft_tokens if name in DRAFTING else 0
+        request |= {"drafts": drafts, "draft": options.draft}
         log = options.out.with_suffix(f".{name}.log")
         engines.append(Engine.launch(name, request, log, program))
     comparison = Comparison(engines, begin + options.seconds, options.out)

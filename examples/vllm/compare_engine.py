@@ -6,12 +6,15 @@ Each line is a call of a method of ``Worker``; its answer is a line that begins 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +31,18 @@ class Worker:
     Args:
         folder: The checkpoint.
         options: Options of ``vllm.LLM`` beside those below.
-        drafts: Tokens that vLLM's MTP proposer drafts per step; 0: none.
+        drafts: Tokens that vLLM's proposer drafts per step; 0: none.
+        draft: The proposer, ``"mtp"`` or ``"dspark"``.
     """
 
-    def __init__(self, folder: str, options: dict[str, Any], drafts: int) -> None:
+    def __init__(
+        self, folder: str, options: dict[str, Any], drafts: int, draft: str = "mtp"
+    ) -> None:
         import vllm
 
         begin = time.perf_counter()
         if drafts:
-            options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
+            options["speculative_config"] = {"method": draft, "num_speculative_tokens": drafts}
         self.vllm, self.drafts = vllm, drafts
         self.llm = vllm.LLM(model=folder, skip_tokenizer_init=True, **options)
         self.engine = self.llm.llm_engine
@@ -62,8 +68,11 @@ class Worker:
             kernels = profiled(lambda: [self._step(tokens) for _ in range(steps)])
             answer: dict[str, Any] = kernels.summary(steps)
         else:
-            ms = _milliseconds(lambda: [self._step(tokens) for _ in range(steps)])
-            answer = {"ms": ms / steps}
+            every: list[float] = []
+            ms = _milliseconds(
+                lambda: every.extend(_seconds(self._step, tokens) for _ in range(steps))
+            )
+            answer = {"ms": ms / steps, **spread(every)}
         answer["tokens"] = (sum(tokens.values()) - before) / steps / requests
         self.engine.abort_request(names)
         while self.engine.has_unfinished_requests():
@@ -107,6 +116,45 @@ class Worker:
                 if row is not None
             ]
         }
+
+    def poisoned(
+        self, weight: str, row: int | None, prompts: list[list[int]], new: int
+    ) -> dict[str, Any]:
+        """Answer prompts while a weight is NaN, and return what ``DSV4_VLLM_CHECK=1`` logged.
+
+        Args:
+            weight: Name of a parameter of the model; empty: none is changed.
+            row: The row that is NaN; None: all of it.
+            prompts: Their tokens.
+            new: Tokens of each answer.
+        """
+        with listening() as lines, self._nan(weight, row):
+            names = self._add(prompts, new)
+            while self.engine.has_unfinished_requests():
+                self.engine.step()
+        # Marks of the last step are examined when another begins.
+        with listening() as late:
+            self._texts(self._prompts([3], 1), [2])
+        return {"requests": names, "incidents": lines + late}
+
+    @contextmanager
+    def _nan(self, weight: str, row: int | None) -> Iterator[None]:
+        if not weight:
+            yield
+            return
+        worker = self.engine.engine_core.engine_core.model_executor.driver_worker
+        values = worker.get_model().get_parameter(weight).data
+        import torch
+
+        with torch.inference_mode():  # in which vLLM may have made the parameter
+            values = values if row is None else values[row]
+            stored = values.clone()
+            values.fill_(math.nan)
+        try:
+            yield
+        finally:
+            with torch.inference_mode():
+                values.copy_(stored)
 
     def _add(self, prompts: list[list[int]], new: int) -> list[str]:
         parameters = self.vllm.SamplingParams(
@@ -152,6 +200,20 @@ class Worker:
         return counts
 
 
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Collect the errors that dsv4 logs in the block."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.plugins.dsv4")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
 def _text(completion: Any) -> dict[str, Any]:
     tokens, rows = list(completion.token_ids), completion.logprobs or []
     chosen = [row[token].logprob for row, token in zip(rows, tokens, strict=False)]
@@ -188,6 +250,64 @@ def _milliseconds(call: Callable[[], object]) -> float:
     if on_gpu:
         torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - begin)
+
+
+def _seconds(call: Callable[..., object], *arguments: Any) -> float:
+    begin = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - begin
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the median and the longest of a series of steps, and which one that was.
+
+    One long step among even ones is a compilation or a capture; even ones that are all long are
+    the host's or the GPU's.
+    """
+    longest = max(seconds)
+    return {
+        "median_ms": 1e3 * statistics.median(seconds),
+        "longest_ms": 1e3 * longest,
+        "longest_step": seconds.index(longest),
+    }
+
+
+class Compilations:
+    """Kernels that this process compiles.
+
+    Attributes:
+        others: Triton kernels that are compiled, or loaded from a disk, at their first launch by
+            Triton itself: vLLM's.
+    """
+
+    def __init__(self) -> None:
+        from dsv4.compilation.counts import of_this_process
+
+        self._own = of_this_process()
+        self._own_before = self._own.copy()
+        self.others: list[str] = []
+        self._listen()
+
+    def _listen(self) -> None:
+        try:
+            from triton import knobs
+        except ImportError:
+            return
+        before = knobs.runtime.jit_post_compile_hook
+
+        def note(*arguments: Any, **named: Any) -> Any:
+            self.others.append(str(getattr(named.get("fn"), "name", "a kernel")))
+            return None if before is None else before(*arguments, **named)
+
+        knobs.runtime.jit_post_compile_hook = note
+
+    def since_last(self) -> dict[str, Any]:
+        """Return what was compiled since the last call: dsv4's and others, by name."""
+        own = self._own.copy()
+        new = own - self._own_before
+        others = dict(Counter(self.others))
+        self._own_before, self.others = own, []
+        return {"compiled": new.total(), "compiled_names": dict(new), "first_launches": others}
 
 
 @dataclass(frozen=True)
@@ -248,11 +368,15 @@ def serve(request: dict[str, Any]) -> None:
     from dsv4.integrations import vllm as plugin
 
     plugin.register()  # again, or the first time where dsv4 is not installed with its entry points
-    worker = Worker(request["folder"], request["options"], request["drafts"])
-    _say(worker.start())
+    compilations = Compilations()
+    worker = Worker(
+        request["folder"], request["options"], request["drafts"], request.get("draft", "mtp")
+    )
+    _say({**worker.start(), **compilations.since_last()})
     for line in sys.stdin:
         call = json.loads(line)
-        _say(getattr(worker, call["call"])(**call["arguments"]))
+        answer = getattr(worker, call["call"])(**call["arguments"])
+        _say({**answer, **compilations.since_last()})
 
 
 def _say(answer: dict[str, Any]) -> None:

@@ -21,6 +21,8 @@ ENGINES: dict[str, dict[str, str]] = {
     "parts": {"DSV4_VLLM": "all"},
     "model": {"DSV4_VLLM": "model"},
     "drafts": {"DSV4_VLLM": "all"},
+    "parts-checked": {"DSV4_VLLM": "all", "DSV4_VLLM_CHECK": "1"},
+    "model-checked": {"DSV4_VLLM": "model", "DSV4_VLLM_CHECK": "1"},
 }
 DRAFTING = {"drafts"}
 

@@ -15,14 +15,19 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from dsv4.bench.suites.random_model import Weights, random_model
-from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.compilation.counts import of_this_process
+from dsv4.config import CSA, HCA, SLIDING, DSparkConfig, ModelConfig
 from dsv4.serving import Runner
 from tests.integrations.vllm import compare_process
 
 CPU = torch.device("cpu")
 
-compare, processes, engine, weights = map(
-    compare_process.load, ("compare", "compare_processes", "compare_engine", "compare_weights")
+compare, processes, engine, weights, find_nan, load = map(
+    compare_process.load,
+    (
+        *("compare", "compare_processes", "compare_engine", "compare_weights"),
+        *("find_nan", "serve_load"),
+    ),
 )
 
 # An engine without vLLM. It answers as ``Worker`` does, and notes when it works in a file.
@@ -77,6 +82,7 @@ def compared(tmp_path, *engines, seconds=60.0, **options):
         folder=tmp_path,
         random=None,
         engines=list(engines),
+        draft="mtp",
         draft_tokens=1,
         seconds=seconds,
         rounds=2,
@@ -104,7 +110,7 @@ def test_engines_work_one_at_a_time(tmp_path, capsys):
     assert "4.00; 1.00        2.00; 1.00        2.00; 1.00   2.00" in printed
     assert "kernels 8, parts: foreign kernels none" in printed
     assert "parts and drafts, alone: right: 8 of 8 texts equal" in printed
-    assert "many requests, drafts: 64 texts, all log-probabilities finite" in printed
+    assert "many requests, drafts: 200 texts, all log-probabilities finite" in printed
     assert "median 0.500" in printed
 
 
@@ -133,6 +139,76 @@ def test_an_engine_that_is_late_is_left(tmp_path, capsys):
     comparison.phase("scores", "score")
     assert capsys.readouterr().out == "scores, parts: left out, no time is left\n"
     assert comparison.results == {}
+
+
+def test_what_is_compiled_after_the_start_is_named():
+    results = {
+        "start": {"parts": {"compiled": 40, "compiled_names": {"gemm": 40}}, "stock": {}},
+        "decode 1": {"parts": {"compiled": 2, "compiled_names": {"rope": 2}}, "stock": {}},
+        "scores": {"parts": {"compiled": 0, "first_launches": {"_topk": 1}}, "stock": {}},
+    }
+    assert compare.compilation_lines(results) == [
+        "parts: 2 kernels of dsv4 compiled after the start; decode 1: rope",
+        "parts: 1 first launches of other Triton kernels; scores: _topk",
+        "stock: 0 kernels of dsv4 compiled after the start",
+    ]
+
+
+def test_compilations_are_counted_call_by_call():
+    counted = engine.Compilations()
+    with of_this_process().compiling("a_kernel"):
+        counted.others.append("another")
+    answer = counted.since_last()
+    assert answer["compiled_names"] == {"a_kernel": 1}
+    assert (answer["compiled"], answer["first_launches"]) == (1, {"another": 1})
+    assert counted.since_last()["compiled"] == 0
+
+
+def test_one_long_step_and_long_steps_differ():
+    assert engine.spread([0.002, 0.002, 0.1, 0.002]) == {
+        "median_ms": 2.0,
+        "longest_ms": 100.0,
+        "longest_step": 2,
+    }
+
+
+def choice(tokens, *logprobs):
+    return {"token_ids": tokens, "logprobs": {"content": [{"logprob": x} for x in logprobs]}}
+
+
+def test_answers_over_http_are_judged():
+    staying, going = load.Request([1], 2), load.Request([1], 2, 0.1)
+    assert load.problem(staying, choice([5, 6], -1.0, -2.0)) == ""
+    assert load.problem(going, None) == ""
+    assert load.problem(staying, None) == "no answer"
+    assert load.problem(staying, choice([5], -1.0)) == "1 tokens, expected 2"
+    for value in (math.nan, None, -9999.0):
+        problem = load.problem(staying, choice([5, 6], -1.0, value))
+        assert problem == "a log-probability is not finite"
+    assert load.problem(staying, {"error": "status 500"}) == "status 500"
+
+
+def test_half_of_the_requests_share_prefixes_and_a_fifth_hangs_up():
+    made = load.requests_of(200, 100, 64)
+    assert all(1 <= len(request.tokens) <= 64 for request in made)
+    assert sum(request.patience is not None for request in made) == 40
+    assert len({tuple(request.tokens[:32]) for request in made[1::2]}) == 4
+
+
+def test_incidents_are_judged():
+    requests = [f"compare-{i}" for i in range(8)]
+    line = "step 2: NaN or infinity, first in the output of model.embed_tokens (Embedding): row 9, "
+    right = f"{line}request compare-5 at position 17. The x, before it, was finite"
+    answer = {"requests": requests, "incidents": [right]}
+    assert find_nan.wrong_token(answer) == ""
+    for wrong in (f"{line}request compare-4 at position 17", f"{line}request compare-5"):
+        assert find_nan.wrong_token({**answer, "incidents": [wrong]})
+    assert find_nan.wrong_token({**answer, "incidents": []})
+    assert find_nan.wrong_layer(answer, "model.embed_tokens") == ""
+    assert find_nan.wrong_layer(answer, "model.layers.2.attn").startswith("expected model.layers.2")
+    assert find_nan.wrong_layer({**answer, "incidents": []}, "x").startswith("no incident")
+    prompts = find_nan.prompts(100)
+    assert [(i, p.index(7)) for i, p in enumerate(prompts) if 7 in p] == [(5, 17)]
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=8)
@@ -187,7 +263,7 @@ def test_random_weights_prefer_successors():
     config = ModelConfig.tiny(layer_types=(SLIDING, CSA, HCA), **SIZES)
     model = random_model(config, CPU, Weights("mxfp4-cast", "nvidia"), pack=False, mtp=True)
     weights.prefer_successors(model, strength=0.4, wrong=160)
-    weights.draw_mxfp4_experts(model)
+    weights.draw_mxfp4_experts([draft.layer for draft in model.mtp])
     texts, logprobs = [], []
     with Runner(model, max_sequences=1, max_tokens=64, speculate="mtp", draft_tokens=1) as runner:
         for prompt in ([5, 9, 11], [300, 11]):
@@ -198,6 +274,21 @@ def test_random_weights_prefer_successors():
         counts = runner.draft_counts
     assert texts[0] == texts[1]
     assert max(abs(a - b) for a, b in zip(*logprobs, strict=True)) > 0.01
+    assert 0 < counts.accepted < counts.drafted
+
+
+def test_dspark_drafts_are_right_and_wrong():
+    spark = DSparkConfig(
+        block_size=5, noise_token_id=511, target_layer_ids=(0, 1, 2), markov_rank=256
+    )
+    sizes = {**SIZES, "num_nextn_predict_layers": 0, "dspark": spark}
+    config = ModelConfig.tiny(layer_types=(SLIDING, CSA, HCA), **sizes)
+    model = random_model(config, CPU, Weights("mxfp4-cast", "nvidia"), pack=False, mtp=True)
+    weights.prefer_successors(model, strength=0.4, wrong=160)
+    with Runner(model, max_sequences=1, max_tokens=64, speculate="dspark") as runner:
+        runner.add([5, 9, 11], max_new_tokens=24, stop_ids=())
+        runner.run()
+        counts = runner.draft_counts
     assert 0 < counts.accepted < counts.drafted
 
 
@@ -222,3 +313,6 @@ def test_flash_is_made_smaller():
     config = weights.flash_config(12, 32)
     assert (config.num_hidden_layers, len(config.layer_types)) == (12, 12)
     assert config.hidden_size == ModelConfig.flash().hidden_size
+    drafted = weights.flash_config(12, 32, "dspark")
+    assert drafted.dspark.target_layer_ids == (9, 10, 11)
+    assert drafted.num_nextn_predict_layers == 0

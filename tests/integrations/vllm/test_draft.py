@@ -161,17 +161,19 @@ def test_mxfp4_experts_beside_nvfp4_ones(tmp_path_factory, method, ignored):
     made.assert_own_experts()
 
 
-def random_checkpoint(folder):
-    """Write the checkpoint of examples/vllm/compare.py in small."""
-    *_, sizes = BUILT["mtp"]
-    config = build.small_config(**sizes)
-    compare_process.load("compare_weights").random_checkpoint(folder, config, "cpu")
-    return config
+@pytest.mark.parametrize("layout", ["nvidia", "deepseek"])
+@pytest.mark.parametrize("method", list(BUILT))
+def test_the_draft_of_compare_is_loaded_as_a_gpu_builds_it(tmp_path_factory, method, layout):
+    """Checkpoints of examples/vllm/compare.py in small."""
 
+    def write(folder):
+        config = build.small_config(**BUILT[method][2])
+        compare_weights.random_checkpoint(folder, config, "cpu", layout)
+        return config
 
-def test_the_draft_of_compare_is_loaded_as_a_gpu_builds_it(tmp_path_factory):
-    made = loaded(tmp_path_factory, "mtp", random_checkpoint)
-    assert made.built == [MXFP4]
+    compare_weights = compare_process.load("compare_weights")
+    made = loaded(tmp_path_factory, method, write)
+    assert set(made.built) == {MXFP4}
     assert made.saved.complete
     made.assert_own_experts()
 

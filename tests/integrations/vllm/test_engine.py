@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -22,7 +23,7 @@ from dsv4.checkpoint import save
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.testing.models import random_model
-from tests.integrations.vllm import engine_process
+from tests.integrations.vllm import compare_process, engine_process
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -298,3 +299,37 @@ def test_concurrent_requests_over_http_with_cancellations(
         return list(await asyncio.gather(*(server.generate(prompts[i], 4, None) for i in again)))
 
     assert asyncio.run(once_more()) == [texts[i][:4] for i in again]
+
+
+@pytest.mark.slow
+def test_the_example_with_many_requests(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """examples/vllm/serve_load.py with this package's model, which caches no prefixes."""
+    environment = engine_process.environment("V1") | _plugin(tmp_path)
+    for name, value in {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}.items():
+        monkeypatch.setenv(name, value)
+    serve_load = compare_process.load("serve_load")
+    limits = ["--max-model-len", "384", "--max-num-seqs", "6", "--num-gpu-blocks-override", "30"]
+    options = argparse.Namespace(
+        folder=checkpoint.folder,
+        design="model",
+        requests=30,
+        longest=100,
+        seconds=float(_PATIENCE),
+        out=tmp_path / "server.log",
+        own=[
+            *limits,
+            "--enforce-eager",
+            "--additional-config",
+            json.dumps(engine_process.FLOAT32),
+        ],
+    )
+    status = serve_load.run(options)
+    printed = capsys.readouterr().out
+    assert status == 0, printed + options.out.read_text()[-4000:]
+    assert "every request that stayed got its tokens" in printed
+    assert "8 of 8 texts are equal" in printed
