@@ -322,7 +322,7 @@ class TestOnCpu:
         assert f"{row['accepted']} of {row['verified']}, 20 drafted" in page
 
     @pytest.mark.parametrize(
-        ("folder", "given", "threshold", "words"),
+        ("folder", "option", "threshold", "words"),
         [
             (None, None, 0.0, "0"),
             ("weights", None, None, "by costs"),
@@ -330,10 +330,10 @@ class TestOnCpu:
             ("weights", 0.0, 0.0, "0"),
         ],
     )
-    def test_only_random_weights_verify_all_drafts(self, folder, given, threshold, words):
+    def test_only_random_weights_verify_all_drafts(self, folder, option, threshold, words):
         config = ModelConfig.tiny(num_hidden_layers=3, num_nextn_predict_layers=0, dspark=DSPARK)
         options = SimpleNamespace(
-            speculate="dspark", draft_tokens=None, accept=None, confidence_threshold=given,
+            speculate="dspark", draft_tokens=None, accept=None, confidence_threshold=option,
             checkpoint=folder,
         )  # fmt: skip
         drafts = request._drafts(options, config)

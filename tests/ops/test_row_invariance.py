@@ -106,8 +106,8 @@ def cases_of(op: str) -> Iterator[Case]:
 
 def available(problem: Problem) -> list[str]:
     """The kernels that take a problem on its device."""
-    told = dispatch.explain(problem.function, *problem.args, **problem.kwargs).candidates
-    return [name for name, reason in told if reason is None and name != "reference"]
+    explained = dispatch.explain(problem.function, *problem.args, **problem.kwargs).candidates
+    return [name for name, reason in explained if reason is None and name != "reference"]
 
 
 @pytest.mark.parametrize("op", [op for op in OPERATORS if op not in CPU_FLOAT32])
