@@ -110,8 +110,8 @@ def _drafted(folder: ResultsFolder) -> list[list[str]]:
     row = rows[0]
     what = (
         f"**dsv4, 1 x {file.machine.replace('NVIDIA ', '')}**, "
-        f"{row.model.preset.capitalize()}, {row.model.experts} of "
-        f"{row.model.experts_of_model} experts \\*, {row.drafts} {row.method.upper()} drafts, "
+        f"{row.model.preset.capitalize()}, {row.model.experts} "
+        f"experts \\*, {row.drafts} {row.method.upper()} drafts, "
         f"{row.share:g} accepted by a seed"
     )
     return [_per_token(what, row.token_ms, bold=True)]
