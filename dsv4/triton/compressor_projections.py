@@ -190,7 +190,8 @@ def _vectors_kernel(
             present = column < HIDDEN
             if GROUP > 1:
                 present = present & (token < tokens)
-            values += (tl.load(x + token * x_stride + column, mask=present, other=0.0),)
+            loaded = tl.load(x + token * x_stride + column, mask=present, other=0.0)
+            values += (loaded,)  # type: ignore[assignment]
         for j in tl.static_range(GROUP):
             token = tl.arange(0, 1).to(tl.int64) + first + j
             stored = (row < rows)[None, :]
@@ -309,7 +310,8 @@ def plan_of(tokens: int, hidden: int, shared: int = _HOPPER_SHARED) -> Tile | Ve
 
 def compressor_projections(args: CompressorProjectionsArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.compressor_projections.compressor_projections``."""
-    return multiply(args, plan_of(*args.x.shape, launch_options.shared_memory(args.x)))
+    tokens, hidden = args.x.shape
+    return multiply(args, plan_of(tokens, hidden, launch_options.shared_memory(args.x)))
 
 
 def multiply(

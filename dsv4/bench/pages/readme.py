@@ -104,10 +104,10 @@ def _drafted(folder: ResultsFolder) -> list[list[str]]:
     file = folder.find(LARGE_GPU, DRAFTED)
     if file is None or file.model is None:
         return []
-    rows = [r for r in file.model.speculation if (r.tokens, r.drawn) == (1, "uniform") and r.forced]
-    if not rows or rows[0].token_ms is None:
+    drawn = [row for row in file.model.speculation if row.forced and row.drawn == "uniform"]
+    row = next((row for row in drawn if row.tokens == 1), None)
+    if row is None or row.token_ms is None:
         raise UsageError(f"README: {DRAFTED} has no forced drafts of one sequence, uniform")
-    row = rows[0]
     what = (
         f"**dsv4, 1 x {file.machine.replace('NVIDIA ', '')}**, "
         f"{row.model.preset.capitalize()}, {row.model.experts} "
