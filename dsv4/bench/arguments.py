@@ -167,6 +167,13 @@ def _model(model: argparse.ArgumentParser) -> None:
         help="count drafts as right by a seed, so that this share of them is accepted, 0 to 1; "
         "default: as the model verifies them, which with random weights accepts none",
     )
+    add(
+        "--confidence-threshold",
+        type=_share,
+        metavar="P",
+        help="verify DSpark drafts that are accepted with at least this probability, 0: all; "
+        "default: by costs, of random weights 0, because their confidence means nothing",
+    )
     add("--limit", type=_limit, metavar="SECONDS", help="no measurement begins after it")
     add(
         "--emulate-peers",

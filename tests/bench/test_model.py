@@ -21,7 +21,7 @@ from dsv4.bench.pages import models
 from dsv4.bench.pages.tables import cell
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
-from dsv4.bench.suites.model import measure, memory, operators, profile, report
+from dsv4.bench.suites.model import measure, memory, operators, profile, report, request
 from dsv4.bench.suites.model.document import DecodeRow, output_path, parse, validate
 from dsv4.bench.suites.model.memory import ModelBytes, model_bytes
 from dsv4.bench.suites.model.profile import Launch
@@ -31,6 +31,7 @@ from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.config import ModelConfig
 from dsv4.layers import _host_memory
 from dsv4.testing.models import random_model as plain_model
+from tests.speculation.dspark_cases import DSPARK
 
 CPU = torch.device("cpu")
 RATES = environment.Rates(0.02, 0.01, 0.1)
@@ -253,7 +254,8 @@ class TestOnCpu:
         for row in rows:
             assert (row["method"], row["drafts"]) == (method, 2)
             assert (row["forced"], row["share"]) == (True, 0.5)
-            assert row["drafted"] == 2 * 8
+            assert row["drafted"] == row["verified"] == 2 * 8
+            assert row["threshold"] == ("0" if method == "dspark" else "")
             assert 0 < row["accepted"] < row["drafted"]
             assert row["length"] == pytest.approx(1 + row["accepted"] / 8)
             assert row["token_ms"] == pytest.approx(row["step_ms"] / row["length"])
@@ -294,12 +296,48 @@ class TestOnCpu:
         assert (row["drawn"], row["forced"], row["missing"]) == ("", False, {})
         assert row["verify_experts"]["1"] == config.num_experts_per_tok
         older = document_of(path)
-        for name in ("drawn", "single_ms", "pass_ms", "verify_experts", "expert_ms"):
+        for name in ("drawn", "single_ms", "pass_ms", "verify_experts", "expert_ms", "verified"):
             del older["speculation"][0][name]
         del older["speculation"][0]["verify_over_single"]
         (read_again,) = parse(older).speculation
+        assert read_again.verified == row["drafted"]
         assert read_again.verify_ms == row["verify_ms"]
         assert any("routers" in line for line in report.lines(parse(older), profile=False))
+
+    def test_a_checkpoint_s_confidence_leaves_drafts_out(self, tmp_path: Path, capsys):
+        folder, path = tmp_path / "weights", tmp_path / "m.json"
+        config = ModelConfig.tiny(num_hidden_layers=3, num_nextn_predict_layers=0, dspark=DSPARK)
+        checkpoint.save(plain_model(config, 0, torch.bfloat16, mtp=True), folder)
+        sizes = ["--tokens", "1", "--context", "9", "--prompts", "none", "--steps", "4"]
+        options = ["--checkpoint", str(folder), "--speculate", "dspark", "--columns", "eager"]
+        options += ["--confidence-threshold", "0.9"]
+        assert run(*sizes, *options, "--out", str(path)) == 0
+        (row,) = document_of(path)["speculation"]
+        assert row["threshold"] == "0.9"
+        assert row["drafted"] == 5 * 4
+        assert row["accepted"] <= row["verified"] < row["drafted"]
+        words = f"20 drafts made, {row['verified']} verified (threshold {row['threshold']}), "
+        assert words in " ".join(capsys.readouterr().out.split())
+        page = "\n".join(models.sections(parse(document_of(path))))
+        assert f"{row['accepted']} of {row['verified']}, 20 drafted" in page
+
+    @pytest.mark.parametrize(
+        ("folder", "option", "threshold", "words"),
+        [
+            (None, None, 0.0, "0"),
+            ("weights", None, None, "by costs"),
+            (None, 0.25, 0.25, "0.25"),
+            ("weights", 0.0, 0.0, "0"),
+        ],
+    )
+    def test_only_random_weights_verify_all_drafts(self, folder, option, threshold, words):
+        config = ModelConfig.tiny(num_hidden_layers=3, num_nextn_predict_layers=0, dspark=DSPARK)
+        options = SimpleNamespace(
+            speculate="dspark", draft_tokens=None, accept=None, confidence_threshold=option,
+            checkpoint=folder,
+        )  # fmt: skip
+        drafts = request._drafts(options, config)
+        assert (drafts.threshold, drafts.threshold_words) == (threshold, words)
 
     def test_experts_in_host_memory_have_hit_rates(self, tmp_path: Path, capsys):
         path = tmp_path / "m.json"
@@ -494,6 +532,10 @@ class TestOptions:
             (["--limit", "nan"], "argument --limit: 'nan' is no time"),
             (["--speculate", "eagle"], "--speculate is 'eagle', wanted one of mtp, dspark"),
             (["--accept", "0.5"], "--accept is 0.5, wanted --speculate with it"),
+            (
+                ["--speculate", "mtp", "--confidence-threshold", "0.5"],
+                "--confidence-threshold is 0.5, wanted none: the mtp draft has no confidence head",
+            ),
             (["--speculate", "mtp", "--accept", "2"], "argument --accept: '2' is no share, wanted"),
             (["--speculate", "mtp", "--draft-tokens", "9"], "--draft-tokens is 9, wanted 1 to 8"),
             (["--tokens", "1,1"], "--tokens is 1,1, wanted distinct numbers"),

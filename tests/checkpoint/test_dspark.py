@@ -83,6 +83,10 @@ def test_the_files_are_those_of_the_published_ones(folders, layout):
         _, stage, rest = name.split(".", 2)
         for number, parts in only.items():
             assert not rest.startswith(parts) or int(stage) == number, name
+    # Published stages have 1568, 1565 and 1572 tensors, 6 of each of 256 experts among them.
+    for stage, count in enumerate((1568, 1565, 1572)):
+        others = count - 6 * 256 + 6 * CONFIG.n_routed_experts
+        assert sum(n.startswith(f"mtp.{stage}.") for n in draft) == others
     experts = "layers.1.ffn.experts.3.w1"
     main = tensors[f"{experts}.weight"].dtype, f"{experts}.weight_scale_2" in tensors
     assert main == ((torch.uint8, True) if layout == "nvidia" else (torch.int8, False))

@@ -173,11 +173,20 @@ def test_a_cache_goes_on_where_it_was() -> None:
     assert_same(result, model.generate(more, **LOGITS, **GREEDY))
 
 
+# float32 on a GPU: there kernels run, and no two logits are so near that a sum's order counts.
+DEVICES = [
+    pytest.param("cpu", torch.float64, id="cpu"),
+    pytest.param("cuda", torch.float32, id="cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("where", "dtype"), DEVICES)
 @pytest.mark.parametrize("sizes", [{}, {"pool_tokens": 512}], ids=["rings", "pools"])
-def test_assisted_generation_is_greedy_generation(sizes: dict[str, Any]) -> None:
+def test_assisted_generation_is_greedy_generation(sizes: dict[str, Any], where, dtype) -> None:
     """Guesses by prompt lookup, most of them wrong, over the borders of windows of 4 and 8."""
-    model, config = swapped()
-    ids = ids_of(config, 1, 5).repeat(1, 4)  # so that there is something to look up
+    model, config = swapped(dtype=dtype)
+    model.to(where)
+    ids = ids_of(config, 1, 5).repeat(1, 4).to(where)  # so that there is something to look up
     options = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
     plain = paged_cache(model, max_tokens=60, **sizes)
     expected = model.generate(ids, past_key_values=plain, **options)
@@ -193,9 +202,17 @@ def test_assisted_generation_is_greedy_generation(sizes: dict[str, Any]) -> None
     assert model._is_stateful
 
 
-def test_crop_is_as_if_never_stepped() -> None:
-    model, config = swapped()
-    ids = ids_of(config, 2, 30)
+@pytest.mark.parametrize(
+    ("where", "numerics", "dtype"),
+    [
+        pytest.param("cpu", "transformers", torch.float64, id="cpu"),
+        pytest.param("cuda", "deepseek", torch.bfloat16, id="cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_crop_is_as_if_never_stepped(where, numerics, dtype) -> None:
+    model, config = swapped(numerics, dtype)
+    model.to(where)
+    ids = ids_of(config, 2, 30).to(where)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     results = []

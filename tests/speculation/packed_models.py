@@ -24,7 +24,7 @@ def packed(method: str, plain_head: bool = False) -> DeepseekV4ForCausalLM:
         layer_types=(SLIDING, CSA, HCA), hidden_size=128, head_dim=512, qk_rope_head_dim=64,
         num_attention_heads=16, index_head_dim=128, q_lora_rank=64, o_groups=2, o_lora_rank=32,
         moe_intermediate_size=128, sliding_window=128, compress_rates={CSA: 4, HCA: 128},
-        num_nextn_predict_layers=int(method == "mtp"),
+        num_nextn_predict_layers=int(method == "mtp"), max_position_embeddings=2048,
         dspark=replace(DSPARK, markov_rank=32) if method == "dspark" else None,
     )  # fmt: skip
     model = random_model(config, 3, dtype=torch.bfloat16, mtp=True)

@@ -10,6 +10,7 @@ of ties is bounded instead.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,17 +128,25 @@ class Comparison:
 
     Attributes:
         tokens: Number of compared tokens.
-        difference: Largest difference of the logits where tokens are equal.
+        differences: Largest difference of the logits of each token that is equal.
         ties: Where they differ.
     """
 
     tokens: int = 0
-    difference: float = 0.0
+    differences: list[float] = field(default_factory=list)
     ties: list[Tie] = field(default_factory=list)
+
+    @property
+    def difference(self) -> float:
+        return max(self.differences, default=0.0)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.differences)
 
     def __str__(self) -> str:
         ties = f"{len(self.ties)} ties of {self.tokens} tokens"
-        return f"{ties}, logits differ by {self.difference:.2e}"
+        return f"{ties}, logits differ by {self.median:.2e}, at most {self.difference:.2e}"
 
     def check(self, share: float) -> None:
         """Assert that tokens differ at ties alone, and that ties are at most a share of them."""
@@ -184,7 +193,7 @@ def _compared(result: Comparison, rest: _Rest, expected: Sequence[TokenLogprobs]
     for i, (mine, other) in enumerate(zip(rest.reports, expected, strict=False)):
         result.tokens += 1
         if mine.token == other.token:
-            result.difference = max(result.difference, _difference(mine, other))
+            result.differences.append(_difference(mine, other))
             continue
         margin = other.top[0][1] - other.top[1][1]
         result.ties.append(Tie(rest.request, rest.index + i, (other.token, mine.token), margin))

@@ -341,7 +341,7 @@ def test_texts_are_compared_behind_ties(monkeypatch) -> None:
 
 def test_a_comparison_refuses_what_is_no_tie() -> None:
     """Texts that differ where margins are wide, and texts that differ at many ties."""
-    expected = Comparison(100, 0.01, [Tie(0, 5, (1, 2), 0.015)])
+    expected = Comparison(100, [0.01, 0.001], [Tie(0, 5, (1, 2), 0.015)])
     expected.check(0.01)
     with pytest.raises(AssertionError, match=r"no ties at a difference of logits of 1\.00e-02"):
         replace(expected, ties=[Tie(0, 5, (1, 2), 0.025)]).check(0.01)
@@ -473,8 +473,10 @@ def test_captured_greedy_text_of_a_thousand_tokens_is_plain(method, capsys) -> N
             print(f"\n{method}, {kind} drafts: {result}", *result.ties[:5], sep="\n  ")
     for result in results.values():
         assert result.tokens == 1000 * len(prompts)
-        assert result.difference < 0.25, "logits lie around 1; more is no rounding"
-        result.check(share=0.03)
+        # Logits have a deviation of 1. A rounding may choose another expert or code, and then
+        # logits of a token differ by more, but those of half of the tokens by roundings alone.
+        assert result.median < 0.1
+        result.check(share=0.05)
 
 
 @pytest.mark.gpu

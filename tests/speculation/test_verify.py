@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dsv4.dispatch import use_backend
 from dsv4.serving.sampler import FAILED, Parameters, Variant, sample
 from dsv4.speculation.forced import ForcedAcceptance
 from dsv4.speculation.verify import (
@@ -49,7 +50,11 @@ def noise(seed: int, *shape: int, scale: float = 2.0) -> torch.Tensor:
 
 
 def counts_of(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.bincount(tokens, minlength=VOCAB).double()
+    return torch.bincount(tokens.cpu(), minlength=VOCAB).double()
+
+
+def wide(distribution: torch.Tensor) -> torch.Tensor:
+    return distribution.double().cpu()
 
 
 # Greedy ---------------------------------------------------------------------------------------
@@ -103,37 +108,60 @@ OPTIONS = [
 @pytest.mark.parametrize("how", ["drawn", "certain", "none"])
 @pytest.mark.parametrize(("changes", "variant"), OPTIONS, ids=range(len(OPTIONS)))
 def test_tokens_have_the_target_s_distribution(how, changes, variant) -> None:
+    assert_tokens_have_the_target_s_distribution(how, changes, variant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["drawn", "certain", "none"])
+@pytest.mark.parametrize(("changes", "variant"), OPTIONS, ids=range(len(OPTIONS)))
+def test_tokens_of_the_kernels_have_the_target_s_distribution(how, changes, variant) -> None:
+    """Kernels take float32; operators that have none would raise here."""
+    with use_backend("triton"):
+        assert_tokens_have_the_target_s_distribution(how, changes, variant, "cuda", torch.float32)
+
+
+def assert_tokens_have_the_target_s_distribution(
+    how, changes, variant, device="cpu", dtype=torch.float64
+) -> None:
     """20,000 seeds, two drafts from a distribution far from the target's."""
     present = torch.arange(VOCAB).remainder(3).eq(0).expand(DRAWS, VOCAB)
     parameters = request(DRAWS, **changes, present=present if variant.penalty else None)
-    logits = noise(11, 1, 3, VOCAB).expand(DRAWS, -1, -1)
-    q_logits = noise(12, 2, VOCAB)
+    parameters = Parameters(*(None if x is None else x.to(device) for x in parameters))
+    logits = noise(11, 1, 3, VOCAB).to(device, dtype).expand(DRAWS, -1, -1)
+    q_logits = noise(12, 2, VOCAB).to(device, dtype)
     drafts, q = [], []
     for i in range(2):
         at = parameters._replace(position=parameters.position + i)
         drafted = draw_draft(q_logits[i].expand(DRAWS, -1), at, variant)
         if how == "certain":
-            drafts.append(torch.full((DRAWS,), 3 + i))
+            drafts.append(torch.full_like(drafted.tokens, 3 + i))
         else:
-            drafts.append(drafted.tokens if how == "drawn" else torch.full((DRAWS,), NO_DRAFT))
+            missing = torch.full_like(drafted.tokens, NO_DRAFT)
+            drafts.append(drafted.tokens if how == "drawn" else missing)
         q.append(drafted.probabilities)
-        assert chi_square(counts_of(drafted.tokens), drafted.probabilities[0]) < LIMIT
+        assert chi_square(counts_of(drafted.tokens), wide(drafted.probabilities[0])) < LIMIT
     proposals = torch.stack(q, 1) if how == "drawn" else None
     verified = verify_sampled(logits, torch.stack(drafts, 1), parameters, variant, proposals)
-    p = probabilities(logits[:1, 0], parameters_of(parameters, 1), variant)[0]
+    p = wide(probabilities(logits[:1, 0], parameters_of(parameters, 1), variant)[0])
     assert chi_square(counts_of(verified.tokens[:, 0]), p) < LIMIT
-    overlap = {"drawn": float(torch.minimum(p, q[0][0]).sum()), "certain": float(p[3]), "none": 0.0}
+    overlap = {
+        "drawn": float(torch.minimum(p, wide(q[0][0])).sum()),
+        "certain": float(p[3]),
+        "none": 0.0,
+    }
     rate = float((verified.accepted > 0).double().mean())
     assert abs(rate - overlap[how]) < 4 * (0.25 / DRAWS) ** 0.5
     if how == "none":
         plain = sample(logits[:, 0], parameters, variant)
-        assert torch.equal(verified.tokens[:, 0], plain)
+        # Kernels round otherwise than the sampler, which may decide between two near draws.
+        others = int((verified.tokens[:, 0] != plain).sum())
+        assert others <= (0 if dtype == torch.float64 else 3)
         return
     # The second token, where there is one: of each first token a distribution of its own if
     # tokens seen are penalised, and one of all otherwise.
     second = verified.tokens[:, 1][verified.accepted > 0]
     if not variant.penalty and len(second) > 1000:
-        p = probabilities(logits[:1, 1], parameters_of(parameters, 1), variant)[0]
+        p = wide(probabilities(logits[:1, 1], parameters_of(parameters, 1), variant)[0])
         assert chi_square(counts_of(second), p) < LIMIT
 
 

@@ -108,7 +108,9 @@ def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
     headings += ["step without", "step", "per token", "gain"]
     body = []
     for row in rows:
-        accepted = f"{row.accepted} of {row.drafted}" + " by a seed" * row.forced
+        accepted = f"{row.accepted} of {row.verified}" + " by a seed" * row.forced
+        if row.verified != row.drafted:
+            accepted += f", {row.drafted} drafted"
         numbers = (row.length, row.plain_ms, row.step_ms, row.token_ms, row.gain)
         sizes = [str(row.tokens), str(row.context)]
         texts = [f"{row.drafts} {row.method}", accepted, row.drawn or "of routers"]

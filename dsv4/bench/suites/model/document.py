@@ -15,6 +15,7 @@ SCHEMA = "dsv4.bench.model/1"
 # Fields that older files do not have.
 _ADDED = frozenset(
     {"ranks", "emulated", "parallel", "activation", "expected"}
+    | {"verified", "threshold"}
     | {"drawn", "single_ms", "expert_ms", "verify_experts", "verify_over_single", "pass_ms"}
     | {"host_bytes", "static_bytes", "slot_bytes", "buffer_bytes", "gather_bytes", "gather_rate"}
     | {"early_layers"}
@@ -162,7 +163,10 @@ class SpeculationRow(Measured):
         forced: Whether drafts counted as right by a seed, and not as the model verified them.
         share: The share of drafts that was to be accepted, if it was forced.
         steps: Timed steps.
-        drafted: Drafts that were verified in them.
+        drafted: Drafts that were made in them.
+        verified: Drafts that were verified; the others had too little confidence.
+        threshold: Least probability of acceptance of a verified draft, or ``"by costs"``; empty:
+            the draft has no confidence.
         accepted: Drafts that were accepted in them.
         length: Tokens of a sequence per step.
         plain_ms: ``Runner.step`` without drafts, in which each sequence gets a token.
@@ -192,6 +196,8 @@ class SpeculationRow(Measured):
     share: float = 0.0
     steps: int = 0
     drafted: int = 0
+    verified: int = 0
+    threshold: str = ""
     accepted: int = 0
     length: float | None = None
     plain_ms: float | None = None
@@ -434,7 +440,9 @@ def parse(content: Any) -> ModelResults:
         profile = Profile(kernels["ms"], kernels["launches"], operators)
         profiles.append(ProfileRow(Named(**row["model"]), row["tokens"], row["context"], profile))
     speculation = [
-        SpeculationRow(**{**row, "model": Named(**row["model"])}) for row in content["speculation"]
+        # All drafts of older files were verified.
+        SpeculationRow(**{"verified": row["drafted"], **row, "model": Named(**row["model"])})
+        for row in content["speculation"]
     ]
     hosted = [HostedRow(**{**row, "model": Named(**row["model"])}) for row in content["hosted"]]
     start = Start(**content["start"])

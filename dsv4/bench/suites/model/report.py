@@ -208,9 +208,14 @@ def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
         if row.length is not None:
             lines += wrapped(
                 f"{row.tokens} at {row.context}, experts {row.drawn or 'of routers'}: "
-                f"{row.accepted} of {row.drafted} drafts accepted in {row.steps} steps"
+                f"{row.drafted} drafts made, {row.verified} verified{_threshold(row)}, "
+                f"{row.accepted} accepted in {row.steps} steps"
             )
     return lines
+
+
+def _threshold(row: SpeculationRow) -> str:
+    return f" (threshold {row.threshold})" if row.threshold else ""
 
 
 def _drafted_cells(row: SpeculationRow) -> list[str]:

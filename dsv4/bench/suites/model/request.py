@@ -84,11 +84,21 @@ class DraftRequest:
         method: ``"mtp"`` or ``"dspark"``.
         tokens: Drafts per step.
         share: Share of drafts that counts as right; None: what the model verifies.
+        threshold: Least probability of acceptance of a draft that is verified, by its confidence;
+            None: by costs, or there is no confidence.
     """
 
     method: str
     tokens: int
     share: float | None = None
+    threshold: float | None = None
+
+    @property
+    def threshold_words(self) -> str:
+        """How the threshold is chosen; empty: there is none."""
+        if self.method != DSPARK:
+            return ""
+        return "by costs" if self.threshold is None else f"{self.threshold:g}"
 
 
 @dataclass(frozen=True)
@@ -382,8 +392,13 @@ def _with_draft(config: ModelConfig, method: str | None) -> ModelConfig:
 def _drafts(options: argparse.Namespace, config: ModelConfig) -> DraftRequest | None:
     """The drafts asked for."""
     method, count, share = options.speculate, options.draft_tokens, options.accept
+    threshold = options.confidence_threshold
     if method is None:
-        for name, value in (("draft-tokens", count), ("accept", share)):
+        for name, value in (
+            ("draft-tokens", count),
+            ("accept", share),
+            ("confidence-threshold", threshold),
+        ):
             if value is not None:
                 raise UsageError(f"--{name} is {value:g}, wanted --speculate with it")
         return None
@@ -397,7 +412,15 @@ def _drafts(options: argparse.Namespace, config: ModelConfig) -> DraftRequest | 
     usual = most if method == DSPARK else MTP_TOKENS
     if count is not None and count > most:
         raise UsageError(f"--draft-tokens is {count}, wanted 1 to {most} of {method}")
-    return DraftRequest(method, count or usual, share)
+    has_confidence = config.dspark is not None and config.dspark.confidence_head
+    if threshold is not None and not has_confidence:
+        raise UsageError(
+            f"--confidence-threshold is {threshold:g}, wanted none: the {method} draft has no "
+            "confidence head"
+        )
+    if threshold is None and has_confidence and options.checkpoint is None:
+        threshold = 0.0  # the confidence of random weights means nothing, so all are verified
+    return DraftRequest(method, count or usual, share, threshold)
 
 
 def _host_experts(options: argparse.Namespace, ranks: int) -> HostExperts | str | None:

@@ -70,6 +70,7 @@ def measure(
             drawn=drawn,
             forced=drafts.share is not None,
             share=drafts.share or 0.0,
+            threshold=drafts.threshold_words,
         )
         for drawn in (DRAWN if measurement.request.checkpoint is None else ("",))
     ]
@@ -276,14 +277,12 @@ def _time_drafts(
 ) -> None:
     """``Runner.step`` with drafts."""
     verify = verify_sampled if drafts.share is None else ForcedAcceptance(drafts.share)
-    # The confidence of random weights means nothing, so all drafts are verified.
-    threshold = 0.0 if row.method == DSPARK else None
     with _runner(
         measurement,
         row,
         speculate=row.method,
         draft_tokens=row.drafts,
-        confidence_threshold=threshold,
+        confidence_threshold=drafts.threshold,
         verify=verify,
     ) as runner:
         total, steps = _timed(measurement, row, runner, experts), measurement.request.steps
@@ -321,7 +320,7 @@ def _timed(
     ]
     step_until(runner, requests, WARM_STEPS)
     counts = runner.draft_counts
-    drafted, accepted, verified = counts.drafted, counts.accepted, counts.steps
+    verified, accepted, before = counts.drafted, counts.accepted, counts.steps
 
     def steps() -> None:
         for _ in range(request.steps):
@@ -329,9 +328,11 @@ def _timed(
             runner.step()
 
     total = 1e3 * seconds_of(device, steps)
-    row.drafted, row.accepted = counts.drafted - drafted, counts.accepted - accepted
-    if counts.steps > verified:  # of each sequence
-        row.length = 1 + row.accepted / (counts.steps - verified)
+    row.verified, row.accepted = counts.drafted - verified, counts.accepted - accepted
+    passed = counts.steps - before  # of each sequence
+    row.drafted = passed * row.drafts
+    if passed:
+        row.length = 1 + row.accepted / passed
     for added in requests:
         if added.error is not None:
             raise added.error
