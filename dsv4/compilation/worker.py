@@ -146,8 +146,11 @@ def _serve_socket(handle: int, others: Sequence[int]) -> None:
 
 
 def import_all(packages: Sequence[str]) -> None:
-    """Import all modules of packages. What cannot be imported fails in the job that needs it."""
-    names = ["dsv4.compilation.jobs"]
+    """Import all modules of packages, and what compiles kernels; nothing if there are none.
+
+    What cannot be imported fails in the job that needs it.
+    """
+    names = ["dsv4.compilation.jobs"] if packages else []
     for package in packages:
         with suppress(Exception):
             path = importlib.import_module(package).__path__

@@ -33,6 +33,7 @@ from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.device import interpret_triton
 from dsv4.ops.indexer import indexer_select
 from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
+from dsv4.ops.rope import rope_quantize
 from dsv4.parallel import mailboxes
 from dsv4.quant import fragments
 from dsv4.triton import all_reduce, hyper_connection, moe_exchange
@@ -45,6 +46,10 @@ PUSH = "push"
 EXTRA = (FRAGMENTS, PUSH)  # what is compiled besides operators' rows named "triton"
 # Kernels of which the order of loads and exchanges between threads is reported.
 EXCHANGING = ("_rms_norm_kernel", "_post_kernel", "_norm_quantize_few_kernel")
+# Kernels of which ``quick`` compiles one specialisation, that of a shorter row than the models'. A
+# pass of Triton's takes time by loads and stores, times the square of all operations: of eight
+# chunks 18 seconds.
+_BY_SHORT_ROWS = ("_rope_quantize_row_kernel",)
 # The first two, few tokens and many, have nearly all kernels.
 SIZES = (("flash", 1), ("flash", 2048), ("flash", 64), ("pro", 1))
 # These operators read a vocabulary's logits for each token; more tokens are more programs alone.
@@ -95,10 +100,11 @@ def compile_all(
     run = JITFunction.run
 
     def compiled(self, *args, grid, warmup, **kwargs):
-        kernel = sample.get((size, extra, self.__name__)) if quick else None
+        of = first[0] if self.__name__ in _BY_SHORT_ROWS else size
+        kernel = sample.get((of, extra, self.__name__)) if quick else None
         if kernel is None:
             kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-            sample[size, extra, self.__name__] = kernel
+            sample[of, extra, self.__name__] = kernel
         result[kernel.hash] = (self.__name__, kernel)
         return kernel
 
@@ -163,6 +169,12 @@ def _select_slots() -> None:
             indexer_select(**arguments, slots=True, backend="triton")
 
 
+def _rotate_short_rows() -> None:
+    """Rotate and quantise many rows of four chunks, of which one has rotated columns."""
+    x, angles = torch.empty(64, 32, 512, dtype=torch.bfloat16), torch.empty(64, 32)
+    rope_quantize(x, angles, angles, inverse=True, groups=8, backend="triton")
+
+
 def _push() -> None:
     """Sum over ranks, alone and before a hyper-connection, in all forms of its kernels."""
     for ranks in (2, 8):
@@ -194,7 +206,12 @@ def _exchange_tokens(mailbox: mailboxes.Mailbox) -> None:
 
 
 # Launches that are no case of the bench.
-_OTHERS = {FRAGMENTS: _move, PUSH: _push, "indexer_select": _select_with_few_heads}
+_OTHERS = {
+    FRAGMENTS: _move,
+    PUSH: _push,
+    "indexer_select": _select_with_few_heads,
+    "rope_quantize": _rotate_short_rows,
+}
 
 
 def _cases(op: str, preset: str, tokens: int) -> list[Case]:

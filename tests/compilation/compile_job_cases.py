@@ -1,12 +1,11 @@
-"""Jobs for worker processes that compile nothing."""
+"""Jobs for worker processes that compile nothing, and need not wait for an import of torch."""
 
 from __future__ import annotations
 
 import os
 import threading
+import sys
 from dataclasses import dataclass
-
-from dsv4.compilation.bundle import Compiled
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,6 @@ class Seeing:
     name: str = "a seeing job"
 
     def run(self):
-        import sys
-
         return {
             "process": os.getpid(),
             "parent": os.getppid(),
@@ -69,6 +66,7 @@ class Seeing:
             "interpreted": "TRITON_INTERPRET" in os.environ,
             "devices": os.environ["CUDA_VISIBLE_DEVICES"],
             "main": getattr(sys.modules["__main__"], "__file__", None),
+            "imported": "dsv4.compilation.jobs" in sys.modules,
         }
 
 
@@ -93,4 +91,6 @@ class Kernel:
     def run(self):
         if self.state == "failing":
             raise ValueError("no such instruction")
+        from dsv4.compilation.bundle import Compiled
+
         return Compiled(self.key, self.name, b"compiled " + self.key)

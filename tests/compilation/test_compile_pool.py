@@ -23,8 +23,8 @@ from tests.compilation.compile_job_cases import Doubled, Ending, Failing, Kernel
 ROOT = Path(__file__).parents[2]
 
 
-def results(jobs, workers=None):
-    return {f.job: (f.done.result, f.done.error) for f in _compile_pool.run(jobs, workers)}
+def results(jobs, workers=None, arch=""):
+    return {f.job: (f.done.result, f.done.error) for f in _compile_pool.run(jobs, workers, arch)}
 
 
 @pytest.mark.parametrize("workers", [2, 3])  # interpreters, and forks of one
@@ -95,12 +95,16 @@ def test_who_stops_early_ends_the_workers(monkeypatch, workers):
             os.kill(number, 0)
 
 
-def test_workers_are_forks_where_they_are_several(monkeypatch):
+@pytest.mark.parametrize("arch", ["", "sm_90a"])
+def test_workers_are_forks_where_they_are_several(monkeypatch, arch):
+    """Of a process that has imported what compiles for an architecture, and nothing else."""
     monkeypatch.setattr(_compile_pool, "start", lambda: pytest.fail("a second interpreter"))
-    actual = results([Seeing(str(i)) for i in range(12)], 3)
-    parents = {result["parent"] for result, _ in actual.values()}
+    actual = [result for result, _ in results([Seeing(str(i)) for i in range(12)], 3, arch).values()]
+    parents = {result["parent"] for result in actual}
     assert len(parents) == 1
     assert parents != {os.getpid()}
+    assert all(result["imported"] == bool(arch) for result in actual)
+    assert all(result["threads"] == 1 for result in actual)
 
 
 def test_a_worker_that_ended_is_replaced():

@@ -529,13 +529,17 @@ def test_compiles_without_spills(tmp_path, snapshots):
     pytest.importorskip("cutlass")
     triton = pytest.importorskip("triton")
     from dsv4.cute.runtime.cubin_cache import compile_image
-    from tests._tools.ptx.machine_code import loads_before_wait
+    from tests._tools.ptx.machine_code import (
+        assert_parameters_lie_where_they_are_read,
+        loads_before_wait,
+    )
 
     is_nightly = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     figures = {}
     for plan in launcher.plans() if is_nightly else covering(launcher.plans(), option=0):
         image = compile_image(plan, "sm_90a")
+        assert_parameters_lie_where_they_are_read(plan, image)
         file = tmp_path / "kernel.cubin"
         file.write_bytes(image.cubin)
 

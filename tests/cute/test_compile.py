@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import re
-import struct
 import subprocess
 import sys
 
@@ -19,12 +17,11 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
-from dsv4.cute import gemm, gemm_fp8, grouped_gemm
+from dsv4.cute import grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.architectures import BLACKWELL_NAMES, HOPPER, shared_limit
-from dsv4.cute.sm90 import attention_args, grouped_gemm_plans
-from dsv4.cute.sm90.attention_plan import AttentionPlan, ColumnsPlan, MergePlan, NarrowPlan
+from dsv4.cute.sm90 import grouped_gemm_plans
 from dsv4.cute.sm90.gemm_fp8_small_m_plan import SmallMFp8Plan, fp8_small_m_plan
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan, small_m_plan
@@ -34,7 +31,13 @@ from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
 from dsv4.cute.sm90.plans import GemmProblem, choose, counted_as, token_counts
 from tests._tools import covering
 from tests._tools.deepseek_sizes import INTERLEAVED, MATRICES, ROUTED
-from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, machine_code, usage_of
+from tests._tools.ptx.machine_code import (
+    REGISTER_FILE,
+    assert_parameters_lie_where_they_are_read,
+    instructions_of,
+    machine_code,
+    usage_of,
+)
 
 MOST_SHARED = 227 * 1024
 TOP_K = 6
@@ -177,6 +180,7 @@ def check_each(batch, folder, check, arch=HOPPER):
         instructions = [line.split()[0] for line in listing]
         try:
             assert_only_weights_come_early(plan, instructions)
+            assert_parameters_lie_where_they_are_read(plan, image)
             figures[repr(plan)] = check(plan, image, numbers, instructions)
         except AssertionError as error:
             failures.append(f"{plan}: {error}")
@@ -476,17 +480,24 @@ def test_blackwell(batch, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_image_is_for_all_of_blackwell():
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind is SmallMPlan else pytest.param(kind, marks=pytest.mark.nightly)
+        for kind in SMALL_M
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_one_image_is_for_all_of_blackwell(kind):
     """The machine code for the family is that for each of its architectures."""
     every = plans_of_blackwell("sm_100a")
     assert every == plans_of_blackwell("sm_103a")
     assert {
         (type(plan), cubin_cache.target(plan, arch)) for plan in every for arch in BLACKWELL_NAMES
     } == {(kind, "sm_100f") for kind in SMALL_M}
-    for kind in SMALL_M:
-        plan = next(plan for plan in every if type(plan) is kind)
-        assert len(codes_of(plan, ("sm_100f", *BLACKWELL_NAMES))) == 1
-        assert cubin_cache.target(plan, HOPPER) == HOPPER
+    plan = next(plan for plan in every if type(plan) is kind)
+    assert len(codes_of(plan, ("sm_100f", *BLACKWELL_NAMES))) == 1
+    assert cubin_cache.target(plan, HOPPER) == HOPPER
     assert cubin_cache.target(WgmmaPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
 
 
@@ -550,67 +561,6 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
             actual = grouped_gemm.plans(expected, 4096 * TOP_K, arch)
             assert all(isinstance(plan, GroupedSmallMPlan) for plan in actual)
             assert all(plan.shared_bytes <= MOST_SHARED for plan in actual)
-
-
-@pytest.mark.parametrize(
-    ("plan", "packed"),
-    [
-        (choose(GemmProblem(6144, 7168, 1, False, False), 1), gemm.SMALL_M_ABI.parameters),
-        (WgmmaPlan(64, 4, 1, 2, False, False), gemm.WGMMA_ABI.parameters),
-        (Fp8WgmmaPlan(64, 2, 1, 2, False, True), gemm_fp8.FP8_WGMMA_ABI.parameters),
-        (Fp8WgmmaPlan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.FP8_WGMMA_ABI.parameters),
-        (
-            grouped_gemm_plans.typical_plan(Experts(6144, 7168, 384, False, False, True, True), 1),
-            grouped_gemm.GROUPED_SMALL_M_ABI.parameters,
-        ),
-        (
-            grouped_gemm_plans.typical_plan(
-                Experts(6144, 7168, 384, False, False, True, True), 384 * 32
-            ),
-            grouped_gemm.GROUPED_WGMMA_ABI.parameters,
-        ),
-        (
-            grouped_gemm_plans.typical_plan(
-                Experts(6144, 7168, 384, False, False, True, True), 384 * 75
-            ),
-            grouped_gemm.GROUPED_WGMMA_ABI.parameters,
-        ),
-        (AttentionPlan(False), attention_args.ATTENTION_ABI.parameters),
-        (ColumnsPlan(2), attention_args.CLUSTER_ATTENTION_ABI.parameters),
-        (NarrowPlan(), attention_args.CLUSTER_ATTENTION_ABI.parameters),
-        (MergePlan(), attention_args.MERGE_ABI.parameters),
-    ],
-    ids=[
-        "few",
-        "many",
-        "FP8",
-        "FP8 folded",
-        "experts of few rows",
-        "experts",
-        "experts without shared scales",
-        "attention",
-        "attention of columns",
-        "narrow attention",
-        "merge of attention",
-    ],
-)
-def test_parameters_lie_where_the_kernel_reads_them(plan, packed, tmp_path):
-    """The bytes that are packed for a launch, against what the compiled kernel declares."""
-    made = cubin_cache.kernel_of(plan).compile(
-        f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {tmp_path}"
-    )
-    end, offsets, sizes = 0, [], []
-    for kind, align, size in re.findall(
-        r"\.param (?:\.(u32|f32|u64)|\.align (\d+) \.b8) \w+(?:\[(\d+)\])?[,\n]", made.__ptx__
-    ):
-        width = {"u32": 4, "f32": 4, "u64": 8}.get(kind) or int(size)
-        start = -(-end // int(align or width)) * int(align or width)
-        end = start + width
-        offsets.append(start)
-        sizes.append(width)
-    assert packed.offsets == offsets
-    assert [struct.calcsize(kind) for kind in packed.kinds] == sizes
-    assert packed.size == end
 
 
 def test_plans_of_many_tokens_fit_their_matrix():

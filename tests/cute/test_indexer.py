@@ -396,9 +396,16 @@ def test_kernels_compile(batch, tmp_path):
     pytest.importorskip("triton")
     from dsv4.cute.runtime import cubin_cache
     from dsv4.cute.runtime.architectures import HOPPER
-    from tests._tools.ptx.machine_code import REGISTER_FILE, loads_before_wait, run, usage_of
+    from tests._tools.ptx.machine_code import (
+        REGISTER_FILE,
+        assert_parameters_lie_where_they_are_read,
+        loads_before_wait,
+        run,
+        usage_of,
+    )
 
     image, file = cubin_cache.compile_image(plan, HOPPER), tmp_path / "kernel.cubin"
+    assert_parameters_lie_where_they_are_read(plan, image)
     usage = usage_of(image, file)
     assert usage["STACK"] == usage["LOCAL"] == 0
     resident = getattr(plan, "ctas_per_sm", 1)
@@ -593,17 +600,6 @@ def test_arguments_of_logits(driver, tokens, entries, warpgroups, splits):
     )
     ctas = range(grid)
     assert all(2 * cta * args.inverse_splits >> 32 == cta // splits for cta in ctas)
-
-
-@pytest.mark.parametrize("plan", [plans()[0], plans()[3], plans()[-1]], ids=repr)
-def test_parameters_lie_where_the_kernel_reads_them(plan, tmp_path, monkeypatch):
-    """The declared arguments, against what the compiled kernel declares."""
-    pytest.importorskip("cutlass")
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    from tests.cute import test_compile as dense
-
-    abi = INDEXER_LOGITS_ABI if isinstance(plan, IndexerLogitsPlan) else TOPK_ABI
-    dense.test_parameters_lie_where_the_kernel_reads_them(plan, abi.parameters, tmp_path)
 
 
 def _instructions(ptx):

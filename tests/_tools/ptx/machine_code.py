@@ -11,6 +11,8 @@ from pathlib import Path
 
 import triton
 
+from dsv4.cute.runtime import cubin_cache
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTER_FILE = 65536
 
@@ -20,15 +22,51 @@ def run(tool, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def machine_code(cubin):
-    """The section of instructions of an ELF file."""
+def _sections(cubin, name):
+    """Contents of the sections of an ELF file whose names begin with ``name``."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
     headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
     start = headers[names][4]
-    result = [h for h in headers if cubin[start + h[0] :].startswith(b".text.kernel")]
-    assert len(result) == 1
-    return cubin[result[0][4] : result[0][4] + result[0][5]]
+    chosen = [h for h in headers if cubin[start + h[0] :].startswith(name)]
+    return [cubin[h[4] : h[4] + h[5]] for h in chosen]
+
+
+def machine_code(cubin):
+    """The section of instructions of an ELF file."""
+    (code,) = _sections(cubin, b".text.kernel")
+    return code
+
+
+_WITH_BYTES, _PARAMETER = 4, 0x17  # of an attribute: its format and its kind
+
+
+def parameters_in(cubin):
+    """Offsets and sizes of the parameters that a kernel reads, as its file tells the driver.
+
+    Offsets from the first: where that is a TMA descriptor the assembler moves all to align it.
+    """
+    (attributes,) = _sections(cubin, b".nv.info.kernel")
+    result, at = {}, 0
+    while at < len(attributes):
+        form, kind, length = struct.unpack_from("<2BH", attributes, at)
+        at += 4
+        if form == _WITH_BYTES:
+            if kind == _PARAMETER:
+                _, number, offset, rest = struct.unpack_from("<I2HI", attributes, at)
+                result[number] = offset, rest >> 18
+            at += length
+    first, _ = result[0]
+    return [(result[n][0] - first, result[n][1]) for n in range(len(result))]
+
+
+def assert_parameters_lie_where_they_are_read(plan, image):
+    """The bytes that are packed for a launch, against what the compiled kernel declares."""
+    packed = cubin_cache.kernel_of(plan).abi.parameters
+    declared = parameters_in(image.cubin)
+    sizes = map(struct.calcsize, packed.kinds)
+    assert list(zip(packed.offsets, sizes, strict=True)) == declared
+    assert sum(declared[-1]) == packed.size
 
 
 def instructions_of(images, arch, file):
