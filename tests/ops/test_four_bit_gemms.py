@@ -234,6 +234,28 @@ class TestDense:
         tiles = -(-80 // (16 * plan.tiles)) * groups, -(-160 // (16 * plan.tiles))
         assert [len(words) for words in made] == [2 * number for number in tiles]
 
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("tokens", [1, 16])
+    def test_two_graphs_at_one_time_count_in_words_of_their_own(self, device, tokens):
+        """As eager calls before them, in every replay; the plan is the GPU's own."""
+        weight = weight_of(3, (4096, 4096), device)
+        x = rows_of(4, (tokens, 4096), device)
+        expected = gemm(x, weight, backend="triton")
+        graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+        results = []
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                results += [gemm(x, weight, backend="triton") for _ in range(8)]
+        streams = [torch.cuda.Stream() for _ in graphs]
+        torch.cuda.synchronize()
+        for _ in range(100):
+            for graph, stream in zip(graphs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for result in results:
+            assert_bitwise(result, expected, "product")
+
     @given(
         seed=strategies.seeds(),
         tokens=st.integers(2, 20),
