@@ -5,8 +5,8 @@ NVFP4 with swizzled scales is taken on 12.x, where a kernel for that layout may 
 The weight's rows are the left operand of the tensor cores, tokens the right one. A program
 dequantises its rows in registers (``dsv4.triton._lib.packed_weights``), 64 columns at a time. The
 sum is float32; the global scales, the clamps of SwiGLU and the rounding follow it. If there are few
-tiles, several programs share the columns of a tile (split-K), and a second launch adds their sums
-in the order of the columns.
+tiles, several programs share the columns of a tile (split-K). The last of them to end (few tokens)
+or a second launch adds their sums in the order of the columns.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dsv4.triton._lib.gemm_tiles import (
     store_result,
     tile_of_program,
 )
+from dsv4.triton._lib.last_arrival import is_last, leave, seen_early, words_of
 from dsv4.triton._lib.numerics import wait_for_inputs
 from dsv4.triton._lib.packed_plan import PackedPlan, Weight, dense_plan
 from dsv4.triton._lib.packed_weights import (
@@ -74,6 +75,8 @@ def _packed_gemm_kernel(
     global_scale,
     row_scale,
     out,
+    partials,
+    words,
     tokens,
     rows,
     k_tiles,
@@ -85,6 +88,7 @@ def _packed_gemm_kernel(
     cut2,
     limit,
     SPLIT: tl.constexpr,
+    JOINED: tl.constexpr,
     LAYOUT: tl.constexpr,
     SCALES: tl.constexpr,
     SWIGLU: tl.constexpr,
@@ -101,7 +105,8 @@ def _packed_gemm_kernel(
 ):
     """16 TILES rows of one group's weight by TOKENS tokens over ``length`` tiles of 64 columns.
 
-    ``out`` is the result ``[T, G, N]``, or with SPLIT the partials ``[S, T, G, N]``.
+    With SPLIT the sums are stored as ``partials [S, T, G, N]``. If the last program of a tile adds
+    them, JOINED is S, else 0; ``words`` has one of ``last_arrival`` for each tile.
     """
     ROWS: tl.constexpr = 16 * TILES
     row_tile, token_tile = tile_of_program(tiles, token_tiles, TOGETHER)
@@ -116,6 +121,9 @@ def _packed_gemm_kernel(
             codes, scales, row_tile * TILES, rows // 16, k_tiles, start, end, TILES, PREFETCHED
         )
     wait_for_inputs(PDL)
+    if JOINED:
+        words += group * tl.num_programs(0) + tl.program_id(0)
+        seen = seen_early(words)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     # Tokens past the end repeat the last one, so that no load is masked.
@@ -141,9 +149,31 @@ def _packed_gemm_kernel(
     first, position = row_tile * ROWS, token * groups + group
     if SPLIT:
         row = first + tl.arange(0, ROWS)
-        position += part.to(tl.int64) * tokens * groups
         stored = inside[:, None] & (row < rows)[None, :]
-        tl.store(out + (position * rows)[:, None] + row[None, :], tl.trans(total), mask=stored)
+        partials += (position * rows)[:, None] + row[None, :]
+        step = tokens.to(tl.int64) * groups * rows
+        tl.store(partials + part * step, tl.trans(total), mask=stored)
+        if JOINED:  # noqa: SIM102  (a choice of the compiler)
+            if is_last(words, seen, JOINED):
+                # From L2, where the others' stores are; unrolled, so that no load waits for one.
+                sums = tl.load(partials, mask=stored, other=0.0, cache_modifier=".cg")
+                for _ in tl.static_range(1, JOINED):
+                    partials += step
+                    sums += tl.load(partials, mask=stored, other=0.0, cache_modifier=".cg")
+                store_result(
+                    tl.trans(sums),
+                    (global_scale, cut0, cut1, cut2),
+                    (first, rows, group * rows),
+                    (x, token * x_stride, k_tiles * 64),
+                    (row_scale, None),
+                    (out, position, inside),
+                    limit,
+                    SCALES,
+                    SWIGLU,
+                    CLAMPED,
+                    UNBOUNDED,
+                )
+                leave(words)
     else:
         store_result(
             total,
@@ -279,7 +309,7 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
     ``gemm_fp8`` multiplies FP8 weights. If S programs share the columns, float32 partials ``[S, T,
-    G, N]`` are allocated.
+    G, N]`` are allocated, and at few tokens an int64 word for each tile.
     """
     if args.format == formats.FP8_BLOCK.name:
         return gemm_fp8.gemm(args)
@@ -338,11 +368,13 @@ def _launch(
 ) -> None:
     """Launch for ``x [T, G, K]``, whose rows are aligned."""
     tokens, groups, columns = x.shape
-    target = out
+    tiles, token_tiles = -(-weight.row_tiles // cut.tiles), -(-tokens // cut.tokens)
+    partials = words = None
     if cut.splits > 1:
         shape = (cut.splits, tokens, groups, weight.rows)
-        target = torch.empty(shape, dtype=torch.float32, device=x.device)
-    tiles, token_tiles = -(-weight.row_tiles // cut.tiles), -(-tokens // cut.tokens)
+        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if cut.is_joined:
+        words = words_of(groups * tiles * token_tiles, x.device)
     options = {**options, **launch_options.options(x)}
     with launch_options.on(x):
         _packed_gemm_kernel[(tiles * token_tiles, groups, cut.splits)](
@@ -352,7 +384,9 @@ def _launch(
             scale_words(args.scales, layout),
             scale.values,
             row_scale,
-            target,
+            out,
+            partials,
+            words,
             tokens,
             weight.rows,
             weight.k_tiles,
@@ -362,6 +396,7 @@ def _launch(
             *scale.cuts,
             limit,
             SPLIT=cut.splits > 1,
+            JOINED=cut.splits if cut.is_joined else 0,
             LAYOUT=layout,
             TILES=cut.tiles,
             TOKENS=cut.tokens,
@@ -373,10 +408,10 @@ def _launch(
             num_warps=cut.warps,
             **options,
         )
-        if cut.splits > 1:
+        if cut.splits > 1 and not cut.is_joined:
             block = min(_SUM_ROWS, launch_options.power_of_two(weight.rows))
             _packed_sum_kernel[(tokens * groups, -(-weight.rows // block))](
-                target,
+                partials,
                 x,
                 *strides(x),
                 scale.values,

@@ -31,7 +31,7 @@ from tests._tools.other_gpu import replace_launches
 DENSE = ((4096, 4096), (32768, 1024), (8192, 1024), (512, 4096))
 EXPERTS = ((256, 4096, 4096), (256, 4096, 2048), (384, 7168, 3072))
 TOKENS = (1, 16, 24, 64, 512, 4096)
-_CONSTANTS = ("LAYOUT", "TILES", "TOKENS", "BLOCKS", "STAGES", "PREFETCHED")
+_CONSTANTS = ("LAYOUT", "TILES", "TOKENS", "BLOCKS", "STAGES", "PREFETCHED", "JOINED")
 
 
 def _weight(shape: tuple[int, ...], layout: str) -> QuantizedTensor:
@@ -48,7 +48,7 @@ def _weight(shape: tuple[int, ...], layout: str) -> QuantizedTensor:
 
 
 def _run(quick: bool, has_fp4: bool) -> None:
-    counts = (1, 512) if quick else TOKENS
+    counts = (1, 64, 512) if quick else TOKENS
     for layout in (FRAGMENTS, *((SWIZZLED,) if has_fp4 else ()), LINEAR):
         for tokens in counts[: 1 if quick and layout != FRAGMENTS else None]:
             for shape in DENSE[::2] if quick else DENSE:  # the last is cut along K

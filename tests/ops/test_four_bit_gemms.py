@@ -33,6 +33,7 @@ from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, gemm_budget
 from dsv4.triton import gemm_packed
 from dsv4.triton import grouped_gemm as grouped_module
+from dsv4.triton._lib import last_arrival
 from dsv4.triton._lib.packed_plan import PackedPlan, Weight, dense_plan, grouped_plan
 from tests.ops.test_packed_experts import (
     assert_zeros_from,
@@ -199,6 +200,61 @@ class TestDense:
         assert bool(bad[1:3].isnan().all())
         assert_bitwise(bad[3:], got[3:], "the other tokens")
         check_judged(gemm_swiglu, swiglu_judge, (x[3:] / 64, packed, 10.0))
+
+    @pytest.mark.parametrize("plan", [PLANS[0], PLANS[3], PLANS[6]], ids=repr)
+    def test_the_last_program_adds_as_a_second_launch_does(self, device, monkeypatch, plan):
+        """Bit for bit, whatever the memory held in which programs count."""
+        plan = dataclasses.replace(plan, length=4 // max(2, plan.splits) or 1, splits=0)
+        plan = dataclasses.replace(plan, splits=-(-4 // plan.length), blocks=1)
+        tokens, groups = plan.tokens + 3, 2
+        weight = weight_of(1, (2 * 80, 256), device)
+        x = rows_of(2, (tokens, groups, 256), device)
+        x[1, 0, 5], x[2, 1, 7] = math.inf, math.nan
+        made = []
+
+        def words_of(count, device):
+            made.append(torch.randint(-(2**62), 2**62, (count,), dtype=torch.int64, device=device))
+            made[-1][::2] = last_arrival.NONE_ARRIVED
+            return made[-1]
+
+        def run(is_joined):
+            own = dataclasses.replace(plan, is_joined=is_joined)
+            monkeypatch.setattr(gemm_packed, "dense_plan", lambda *_: own)
+            plain = gemm(x, weight, groups=groups, out_dtype=torch.float32, backend="triton")
+            return plain, gemm_swiglu(x[:, 0], weight, 10.0, backend="triton")
+
+        monkeypatch.setattr(gemm_packed, "words_of", words_of)
+        expected = run(False)
+        assert made == []
+        monkeypatch.setattr(gemm_packed, "_packed_sum_kernel", None)
+        for got, added in zip(run(True), expected, strict=True):
+            assert_bitwise(got.nan_to_num(7.0), added.nan_to_num(7.0), "product")
+            assert bool((got.isnan() == added.isnan()).all())
+        assert all(bool((words == last_arrival.NONE_ARRIVED).all()) for words in made)
+        tiles = -(-80 // (16 * plan.tiles)) * groups, -(-160 // (16 * plan.tiles))
+        assert [len(words) for words in made] == [2 * number for number in tiles]
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("tokens", [1, 16])
+    def test_two_graphs_at_one_time_count_in_words_of_their_own(self, device, tokens):
+        """As eager calls before them, in every replay; the plan is the GPU's own."""
+        weight = weight_of(3, (4096, 4096), device)
+        x = rows_of(4, (tokens, 4096), device)
+        expected = gemm(x, weight, backend="triton")
+        graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+        results = []
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                results += [gemm(x, weight, backend="triton") for _ in range(8)]
+        streams = [torch.cuda.Stream() for _ in graphs]
+        torch.cuda.synchronize()
+        for _ in range(100):
+            for graph, stream in zip(graphs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for result in results:
+            assert_bitwise(result, expected, "product")
 
     @given(
         seed=strategies.seeds(),

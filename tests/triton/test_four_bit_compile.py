@@ -57,4 +57,5 @@ def test_every_kernel_compiles_and_fits(arch, how):
             assert kernel["narrow"] == 0, kernel  # the compiler knows how operands are aligned
         # Weights come while the preceding kernel ends, where programs leave it room.
         assert kernel["prefetches"] == (arch >= 90 and kernel.get("PREFETCHED", 0) > 0), kernel
+    assert any(kernel.get("JOINED") for kernel in kernels)
     assert arch != 90 or any(kernel.get("PREFETCHED") for kernel in kernels)

@@ -24,6 +24,7 @@ _INSTRUCTIONS = 100  # instructions of a warp for 16 x 64 weights
 _SMALL_M_LATENCY = 325  # cycles of a block of 64 columns if a program is alone on its SM
 _SECOND_LAUNCH = 2500  # cycles
 _MOST_PREFETCHED = 16
+_MOST_JOINED = 16  # tokens up to which the last program of a tile adds its partial sums
 _FULL = 0.9  # programs for each SM from which columns are not split
 _OF_A_TOKEN = 4  # experts that have rows wherever there is a token, or one more or less
 
@@ -45,6 +46,7 @@ class PackedPlan:
             fragments.
         prefetched: Blocks of 64 columns of a program that are prefetched before the preceding
             kernel has ended; a power of two, or 0.
+        is_joined: Whether the last program of a tile adds its partial sums; else a launch does.
     """
 
     tiles: int
@@ -56,6 +58,7 @@ class PackedPlan:
     splits: int = 1
     blocks: int = 1
     prefetched: int = 0
+    is_joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,18 @@ class _Tile:
 
     def plan(self, weight: Weight, length: int, prefetched: int = 0) -> PackedPlan:
         """Return the plan of programs of ``length`` blocks of columns."""
-        splits, warps = -(-weight.k_tiles // length), self.warps
+        splits = -(-weight.k_tiles // length)
         return PackedPlan(
-            self.tiles, self.tokens, 1, warps, self.stages, length, splits, self.blocks, prefetched
+            tiles=self.tiles,
+            tokens=self.tokens,
+            parts=1,
+            warps=self.warps,
+            stages=self.stages,
+            length=length,
+            splits=splits,
+            blocks=self.blocks,
+            prefetched=prefetched,
+            is_joined=splits > 1 and self.tokens <= _MOST_JOINED,
         )
 
 
