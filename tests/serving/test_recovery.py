@@ -132,7 +132,7 @@ def test_an_interrupt_at_any_line_of_a_short_run() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_interrupt_of_captured_steps_leaves_a_usable_runner(deterministic: bool) -> None:
-    """Deterministic text is that without interrupts; without it rounding may change later tokens."""
+    """Deterministic text is that without interrupts; other text may be rounded differently."""
     model, options = packed().cuda(), SamplingOptions(max_new_tokens=20, stop_ids=())
     stem = [(7 * i + 3) % 128 for i in range(256)]
     prompts = [[*stem, 1], [5], [*stem, 9, 4]]
