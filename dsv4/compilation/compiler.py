@@ -12,7 +12,6 @@ from dsv4.compilation.launch_recorder import Steps
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.pool import Finished, Pool
 from dsv4.compilation.progress_line import Count
-from dsv4.compilation.step_shapes import every_shape
 from dsv4.cute.runtime import cubin_cache
 
 _SHARE = 50  # steps of a list at least, which take less than the start of another one
@@ -78,8 +77,7 @@ class Compilation:
         Args:
             listing: Says of what.
         """
-        most = listing.recipe.config.max_position_embeddings
-        shapes = every_shape(listing.max_tokens, most, listing.recipe.has_draft)
+        shapes = listing.recipe.shapes(listing.max_tokens)
         count = max(1, min(self._pool.workers, len(shapes) // _SHARE))
         where = (listing.recipe, listing.target, listing.max_tokens)
         jobs = [FindJob(*where, tuple(shapes[i::count])) for i in range(count)]

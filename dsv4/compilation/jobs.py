@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4.compilation.bundle import Compiled
-from dsv4.compilation.recipe import Recipe
+from dsv4.compilation.recipe import ModelRecipe
 from dsv4.parallel import mailboxes
 
 # Seconds that jobs took on an H100 machine with 16 jobs at a time, where that is not the usual.
@@ -131,7 +131,7 @@ class FindJob:
         shapes: Shapes of the steps.
     """
 
-    recipe: Recipe
+    recipe: ModelRecipe
     target: Any
     max_tokens: int
     shapes: tuple[Any, ...]

@@ -14,7 +14,7 @@ from typing import Any
 
 from dsv4.compilation import bundle, sealed_file
 from dsv4.compilation.launch_recorder import Ran, Steps
-from dsv4.compilation.recipe import Recipe
+from dsv4.compilation.recipe import ModelRecipe
 from dsv4.compilation.target import Target
 from dsv4.compilation.versions import Versions, digest
 from dsv4.cute.runtime import cubin_cache
@@ -32,7 +32,7 @@ class Listing:
         max_tokens: Most tokens of a step.
     """
 
-    recipe: Recipe
+    recipe: ModelRecipe
     target: Target
     max_tokens: int
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from dsv4.compilation import draft_steps
+from dsv4.compilation.draft_steps import DraftShape
 from dsv4.compilation.meta_model import declare_packed
+from dsv4.compilation.step_shapes import StepShape, every_shape
 from dsv4.config import ModelConfig
 from dsv4.cute.supports import packed_layout_of
 from dsv4.layers._expert_stacks import PROJECTIONS
@@ -80,6 +82,16 @@ class Weight:
             declare_hosted(layer, *self.hosted)
 
 
+class ModelRecipe(Protocol):
+    """What a list of kernels needs to know of a model; pickled, and part of the list's key."""
+
+    def shapes(self, max_tokens: int) -> Sequence[Any]:
+        """Return the shapes of steps that together launch every kernel."""
+
+    def build(self, arch: str) -> Any:
+        """Return the model on the meta device, packed for a GPU."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A model with one layer of each kind.
@@ -119,7 +131,24 @@ class Recipe:
             weights = tuple((n, Weight(None) if is_plain(n) else packed) for n in names)
             return cls(short, weights=weights, ranks=ranks)
         assert isinstance(model, DeepseekV4ForCausalLM)
-        config, layers, draft = model.config, model.model.layers, draft_steps.has_draft(model)
+        own = ALONE if model.parallel is None else model.parallel.ranks
+        draft = draft_steps.has_draft(model)
+        recipe, _ = cls.of_modules(model, model.config, model.dtype, draft)
+        return replace(recipe, ranks=own)
+
+    @classmethod
+    def of_modules(
+        cls, model: Any, config: ModelConfig, dtype: torch.dtype, draft: bool = False
+    ) -> tuple[Recipe, list[int]]:
+        """Return the recipe of a module tree with a model's names, and the layers that it takes.
+
+        Args:
+            model: The tree, with its layers in ``model.model.layers``.
+            config: Its configuration.
+            dtype: Dtype of what is not quantised.
+            draft: Whether it has a draft.
+        """
+        layers = model.model.layers
         kinds = list(zip(_kinds(config), map(_weights, layers), strict=True))
         chosen = _first_of_each(kinds, config, draft)
         named = [
@@ -129,13 +158,16 @@ class Recipe:
         ]
         elsewhere = ("model.layers.",) if draft else ("model.layers.", "mtp.")
         others = [(n, w) for n, w in _weights(model) if not n.startswith(elsewhere)]
-        own = ALONE if model.parallel is None else model.parallel.ranks
-        return cls(_of_layers(config, chosen, draft), model.dtype, (*named, *others), own)
+        return cls(_of_layers(config, chosen, draft), dtype, (*named, *others)), chosen
 
     @property
     def has_draft(self) -> bool:
         """Whether the model has a draft."""
         return self.config.draft_layers > 0
+
+    def shapes(self, max_tokens: int) -> list[StepShape | DraftShape]:
+        """Return the shapes of steps that together launch every kernel."""
+        return every_shape(max_tokens, self.config.max_position_embeddings, self.has_draft)
 
     def build(self, arch: str) -> DeepseekV4ForCausalLM:
         """The model on the meta device, packed for a GPU; of several ranks, an emulated one."""
@@ -155,12 +187,17 @@ def _built(recipe: Recipe, arch: str) -> DeepseekV4ForCausalLM:
     context = emulated_rank(recipe.ranks, recipe.config, "meta")
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(recipe.config, parallel=context).to(recipe.dtype)
-        for name, weight in recipe.weights:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, Linear | DeepseekV4Experts)
-            weight.declare(layer, arch)
-        join_packed_(model)
+        declare_weights(model, recipe.weights, arch)
     return model
+
+
+def declare_weights(model: nn.Module, weights: Sequence[tuple[str, Weight]], arch: str) -> None:
+    """Give layers on the meta device their weights, by name, packed for a GPU."""
+    for name, weight in weights:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Linear | DeepseekV4Experts)
+        weight.declare(layer, arch)
+    join_packed_(model)
 
 
 def _row_exponent(layer: Linear | DeepseekV4Experts, name: str) -> torch.Tensor | None:

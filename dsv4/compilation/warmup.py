@@ -27,7 +27,7 @@ from dsv4.compilation.kernel_calls import every_call, kernel_plans
 from dsv4.compilation.launch_recorder import Steps
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.progress_line import progress as progress_line
-from dsv4.compilation.recipe import Recipe
+from dsv4.compilation.recipe import ModelRecipe, Recipe
 from dsv4.compilation.target import Target
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm as cute_gemm
@@ -175,16 +175,32 @@ def warmup(
         return Warmup(0, 0, time.perf_counter() - start)
     if bundle is not None:
         _bundle.use(bundle, chosen)
+    return _warm(model, chosen, max_tokens, gpu, progress, workers, Ranks(ranks, parallel))
+
+
+def _warm(
+    model: Any,
+    arch: str,
+    max_tokens: int,
+    gpu: torch.device | None,
+    progress: bool,
+    workers: int | None = None,
+    ranks: Ranks = ALONE,
+    recipe: ModelRecipe | None = None,
+) -> Warmup:
+    """Do what ``warmup`` does with checked arguments; see ``compile_model``."""
+    start = time.perf_counter()
     ready = None if gpu is None else functools.partial(_load, gpu)
     done, outcome = compile_model(
         model,
-        chosen,
+        arch,
         max_tokens,
         gpu,
         progress,
         workers,
         ready=ready,
-        ranks=Ranks(ranks, parallel),
+        ranks=ranks,
+        recipe=recipe,
     )
     for name, why in outcome.failed.items():
         _log.warning("%s was not compiled: %s", name, why)
@@ -203,16 +219,30 @@ def _self_tested(done: Warmup, gpu: torch.device) -> dict[str, str]:
     return wrong
 
 
-def warm_loaded(model: nn.Module, max_tokens: int, progress: bool) -> Warmup | None:
+def warm_loaded(
+    model: nn.Module, max_tokens: int, progress: bool, recipe: ModelRecipe | None = None
+) -> Warmup | None:
     """``warmup`` of a model that was just loaded; None if it is not on a GPU.
 
     A kernel that cannot be compiled is a warning: the step that launches it raises.
+
+    Args:
+        model: The model.
+        max_tokens: Most tokens of a step.
+        progress: Whether to show progress on stderr.
+        recipe: Recipe of a model that is not of this package; None: of one that is.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":
         return None
     try:
-        return warmup(model, device, max_tokens=max(1, max_tokens), progress=progress)
+        if recipe is None:
+            return warmup(model, device, max_tokens=max(1, max_tokens), progress=progress)
+        gpu = _gpu(model, device, None)
+        arch = _architecture(gpu, None)
+        if arch is None:
+            return Warmup(0, 0, 0.0)
+        return _warm(model, arch, max(1, max_tokens), gpu, progress, recipe=recipe)
     except RuntimeError as error:
         _log.warning("kernels are compiled at their first launch: %s", error)
         return None
@@ -254,6 +284,7 @@ def compile_model(
     use_list: bool = True,
     ready: Callable[[KernelJob], None] | None = None,
     ranks: Ranks = ALONE,
+    recipe: ModelRecipe | None = None,
 ) -> tuple[Warmup, Outcome]:
     """Do what ``warmup`` does without loading the kernels; see there.
 
@@ -268,11 +299,12 @@ def compile_model(
             among those of the outcome.
         ready: Called with each kernel of which there is a file, while others are compiled.
         ranks: Ranks that share a model of a configuration.
+        recipe: Recipe of a model that is not of this package; None: of one that is.
     """
     start = time.perf_counter()
     if ranks != ALONE:
         check_ranks(model, ranks)
-    listing, skipped = _listing(model, arch, max_tokens, gpu, ranks)
+    listing, skipped = _listing(model, arch, max_tokens, gpu, ranks, recipe)
     stored = listing.stored() if listing is not None and use_list else None
     with (
         _compile_pool.Pool(workers, arch) as pool,
@@ -328,17 +360,23 @@ def check_ranks(model: Any, ranks: Ranks) -> None:
 
 
 def _listing(
-    model: Any, arch: str, max_tokens: int, gpu: torch.device | None, ranks: Ranks = ALONE
+    model: Any,
+    arch: str,
+    max_tokens: int,
+    gpu: torch.device | None,
+    ranks: Ranks = ALONE,
+    recipe: ModelRecipe | None = None,
 ) -> tuple[Listing | None, str]:
     """Return the list of a whole model, or why there is none."""
-    if isinstance(model, nn.Module) and not isinstance(model, DeepseekV4ForCausalLM):
+    has_none = recipe is None and not isinstance(model, DeepseekV4ForCausalLM)
+    if has_none and isinstance(model, nn.Module):
         reason = f"{type(model).__name__} is not a whole model of this package"
         return None, reason
     reason = _launch_recorder.impossible() or ""
     if reason:
         return None, reason
     target = Target(arch) if gpu is None else Target.of(gpu, arch)
-    return Listing(Recipe.of(model, ranks), target, max_tokens), ""
+    return Listing(recipe or Recipe.of(model, ranks), target, max_tokens), ""
 
 
 def _steps_of(work: _compile.Compilation) -> tuple[Steps, str]:

@@ -171,7 +171,8 @@ class PagedTransformersCache(Cache):
         there = self._take_rows(rows)
         lengths, real_tokens = [tokens] * rows, None
         # Padding is on the left: once every row has begun, a single token is no padding.
-        if tokens > 1 or not self._all_begun or there.device.type == "cpu":
+        is_read = tokens > 1 or not self._all_begun or there.device.type == "cpu"
+        if is_read and not there.is_meta:
             real = self._real(rows, tokens, mask, there.device)
             self._check(real, mask, position_ids, self.paged.lengths[there])
             lengths = real.sum(1).tolist()

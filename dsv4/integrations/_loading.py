@@ -19,6 +19,7 @@ from dsv4.config import ModelConfig
 from dsv4.integrations._applying import swap_modules
 from dsv4.integrations._configs import generation_config, transformers_config, with_modes
 from dsv4.integrations._expert_parallel import Distribution
+from dsv4.integrations._recipe import SwappedRecipe
 from dsv4.integrations._report import Report
 from dsv4.layers.reserve import warm_allocator
 from dsv4.layers.step_tokens import step_tokens
@@ -72,7 +73,7 @@ def load_pretrained(request: PretrainedRequest, modeling: Any) -> Any:
     _narrow_norms(model, modeling)
     _finish(model, modeling, request.device)
     model.generation_config = generation_config(Path(request.path), config)
-    _make_ready(model, request)
+    _make_ready(model, request, config)
     _warn_of_left_out(request.path, model.dsv4_report)
     if distribution is not None:
         distribution.install(model)
@@ -107,12 +108,16 @@ def _filled(
     return model
 
 
-def _make_ready(model: Any, request: PretrainedRequest) -> None:
+def _make_ready(model: Any, request: PretrainedRequest, config: ModelConfig) -> None:
     """Reserve the memory of a step, and compile its kernels if that is requested."""
     warm_allocator(model, request.reserve_tokens, model.get_input_embeddings().weight.dtype)
-    if request.compile_kernels:
-        tokens = max(request.reserve_tokens or 0, step_tokens(model))
-        warm_loaded(model, tokens, request.values.progress)
+    if not request.compile_kernels:
+        return
+    # Steps of a rank launch kernels of transformers' own exchange, too, and have no list.
+    is_alone = request.distributed_config is None
+    recipe = SwappedRecipe.of(model, config, request.parts) if is_alone else None
+    tokens = max(request.reserve_tokens or 0, step_tokens(model))
+    warm_loaded(model, tokens, request.values.progress, recipe)
 
 
 def _float32_names(model: nn.Module) -> frozenset[str]:

@@ -192,9 +192,10 @@ def from_pretrained(
         pack: See ``dsv4.load``.
         reserve_tokens: See ``dsv4.load``.
         input_scales: See ``dsv4.load``.
-        compile_kernels: On a GPU, whether CuTeDSL's kernels are compiled now, or loaded if they
-            were compiled before or are in a bundle, see ``dsv4.warmup``. Triton's are compiled at
-            their first launch.
+        compile_kernels: On a GPU, whether the kernels of prompts and decode steps are compiled now,
+            in parallel processes, or loaded if they were compiled before or are in a bundle, see
+            ``dsv4.warmup``. With ``distributed_config`` Triton's are compiled at their first
+            launch.
         progress: Whether to show progress on stderr.
         distributed_config: transformers' ``DistributedConfig(tp_size=N, ep_size=N, tp_plan={},
             ep_implementation="dsv4")`` in each of N processes (``torchrun``): each reads and holds

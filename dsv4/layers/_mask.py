@@ -83,7 +83,8 @@ def masked_slots(
     """
     check_shape(mask, batch, queries, keys)
     shown = shown_by(mask[:, 0])
-    if (queries > 1 or mask.device.type == "cpu") and not torch.compiler.is_compiling():
+    has_values = not (mask.is_meta or torch.compiler.is_compiling())
+    if has_values and (queries > 1 or mask.device.type == "cpu"):
         band = window_band(queries, keys, window, mask.device)
         biased, beyond = torch.stack((is_bias(mask), (shown & ~band).any())).tolist()
         if biased:

@@ -175,8 +175,13 @@ class PoolingModule(FixedDtypeModule):
 
 
 def plain_pages(entries: torch.Tensor) -> Pages:
-    """Return entries ``[B, n, d]``, n > 0, as pages: slot ``b * n + i`` has entry i of row b."""
-    return Pages(entries, entries.shape[1], "plain", entries.shape[2], 0)
+    """Return entries ``[B, n, d]``, n > 0, as pages: slot ``b * n + i`` has entry i of row b.
+
+    A page has one entry, because kernels are compiled for each size of a page, and n grows with
+    every step.
+    """
+    width = entries.shape[2]
+    return Pages(entries.reshape(-1, 1, width), 1, "plain", width, 0)
 
 
 def one_cache(module: nn.Module, past_key_values: Any, cache: Any) -> Any:

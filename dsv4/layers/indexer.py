@@ -198,12 +198,13 @@ class DeepseekV4Indexer(PoolingModule):
         if entries == 0:
             return torch.empty((batch, queries, 0), dtype=torch.long, device=keys.device)
         rows = torch.arange(batch, device=keys.device)
+        pages = torch.arange(batch * entries, device=keys.device).view(batch, entries)
         position_ids = position_ids.expand(batch, queries)
         ids = indexer_select(
             self.queries(q_residual, position_ids).flatten(0, 1),
             self.scorer.weights(hidden_states).flatten(0, 1),
             plain_pages(keys),
-            rows.unsqueeze(1),
+            pages,
             rows.repeat_interleave(queries),
             self.visible(position_ids).reshape(-1),
             top_k=self.index_topk,

@@ -37,8 +37,9 @@ _REGISTERS = 128
 _TABLE_ROWS = 4  # positions of a program, so that a thread has four angles
 
 
+# Positions of a decode step may be a slice of those of all tokens, at any address.
 @fast_launch
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["positions"])
 def _tables_kernel(
     positions,
     inv_freq,

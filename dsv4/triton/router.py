@@ -187,8 +187,12 @@ def _topk_kernel(
     _store_experts(weights, ids, offset, mask, left_out, experts, chosen, total, factor, good)
 
 
+# Ids are read one by one, and those of a decode step may be a slice of all tokens, at any address.
 @fast_launch
-@triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k", "may_leave_out"])
+@triton.jit(
+    do_not_specialize=["tokens", "vocabulary", "top_k", "may_leave_out"],
+    do_not_specialize_on_alignment=["input_ids"],
+)
 def _hash_kernel(
     partials,
     logits,

@@ -432,6 +432,19 @@ def test_drafts_of_one_sequence_may_be_at_any_address(worker):
     assert assumed == {"_greedy_kernel": [], "_candidates_kernel": [], "_emit_kernel": []}
 
 
+def test_ids_and_positions_may_be_at_any_address(worker):
+    """Those of a decode step may be a slice of the whole text's, as transformers makes them."""
+    recipe = Recipe.of(dsv4.ModelConfig.flash())
+    steps = worker(FindJob(recipe, Target("sm_90a"), MOST, (StepShape(1, 1, 4096),)))
+    names = {"_hash_kernel": "input_ids", "_tables_kernel": "positions"}
+    assumed = {}
+    for request in steps.requests.values():
+        if request.name in names:
+            position = list(request.signature).index(names[request.name])
+            assumed[request.name] = request.attrs[(position,)]
+    assert assumed == dict.fromkeys(names, [])
+
+
 # Warms up where nothing has used CUDA; the GPU that is not the current one, too, if there is one.
 FRESH = """
 import torch, dsv4

@@ -113,7 +113,10 @@ def test_the_text_is_that_of_a_plain_loop(data: Any, asked: Any, chunk: int) -> 
     assert_empty(runner)
 
 
-def preempted(model: ToyModel, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+PREEMPTED = SamplingOptions(max_new_tokens=80, stop_ids=(), temperature=0.7, seed=3, logprobs=2)
+
+
+def preempted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """Three sequences that outgrow their pages, where there are four."""
     resumed, start = [], Scheduler._start
 
@@ -125,8 +128,7 @@ def preempted(model: ToyModel, monkeypatch: pytest.MonkeyPatch) -> list[Request]
 
     monkeypatch.setattr(Scheduler, "_start", noted)
     runner = small(model, max_sequences=3, max_tokens=512, pool_tokens=1024, max_chunk=512)
-    options = SamplingOptions(max_new_tokens=80, stop_ids=(), temperature=0.7, seed=3, logprobs=2)
-    requests = [runner.add([i] * 230, options) for i in range(3)]
+    requests = [runner.add([i] * 230, PREEMPTED) for i in range(3)]
     runner.run()
     assert max(resumed) > 0
     assert_empty(runner)
@@ -151,6 +153,22 @@ def test_a_model_that_changed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "logits", other)
     *_, last = preempted(model, monkeypatch)
     assert "when decoded again: the model has changed" in str(last.error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+def test_a_preempted_request_of_captured_steps_has_its_bits(
+    numerics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = packed(numerics).cuda()
+    together = list(map(result_of, preempted(model, monkeypatch)))
+    for i, (reason, tokens, logprobs) in enumerate(together):
+        runner = small(model, max_tokens=512, max_chunk=512)
+        request = runner.add([i] * 230, PREEMPTED)
+        runner.run()
+        assert (reason, tokens, logprobs) == result_of(request)
+        assert len(request.tokens) == 80
+        assert runner._steps.decode.captures > 0
 
 
 @pytest.mark.gpu

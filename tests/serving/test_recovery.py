@@ -17,7 +17,14 @@ import dsv4.kv_cache.sequence_rows
 import dsv4.kv_cache.step_preparation
 import dsv4.serving
 from dsv4.serving import Request, RequestError, Runner, SamplingOptions, release
-from tests.serving.cases import ToyModel, assert_empty, last_hash, option_sets, plain_text
+from tests.serving.cases import (
+    ToyModel,
+    assert_empty,
+    last_hash,
+    option_sets,
+    packed,
+    plain_text,
+)
 
 _SERVING = dsv4.serving.__file__.removesuffix("__init__.py")
 _INTERRUPTED = (
@@ -120,6 +127,30 @@ def test_an_interrupt_at_any_line_of_a_short_run() -> None:
         assert_empty(runner)
         raised = interrupts.raised
     assert line > 200
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_interrupt_of_captured_steps_leaves_a_usable_runner(deterministic: bool) -> None:
+    """Deterministic text is that without interrupts; other text may be rounded differently."""
+    model, options = packed().cuda(), SamplingOptions(max_new_tokens=20, stop_ids=())
+    stem = [(7 * i + 3) % 128 for i in range(256)]
+    prompts = [[*stem, 1], [5], [*stem, 9, 4]]
+    runner = small(model, deterministic=deterministic, prefix_sequences=0)
+    runner.warm_up()
+    captures = runner.captures
+    before = [runner.add(prompt, options).result() for prompt in prompts]
+    interrupts = Interrupts([30, 400, 90, 700, 250, 1100, 600, 2000])
+    requests = [runner.add(prompt, options) for prompt in prompts]
+    while interrupts.run(runner.step) is not False:
+        pass
+    assert interrupts.raised >= 5
+    assert [(r.finish_reason, len(r.tokens)) for r in requests] == [("length", 20)] * 3
+    if deterministic:
+        assert [request.tokens for request in requests] == before
+    assert [runner.add(prompt, options).result() for prompt in prompts] == before
+    assert runner.captures == captures > 0
+    assert_empty(runner)
 
 
 @pytest.mark.costly(3)

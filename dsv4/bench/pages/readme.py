@@ -198,12 +198,11 @@ def _listed(words: Iterable[str]) -> str:
 
 def _start(results: ModelResults, warm: ModelResults) -> str:
     start, again = results.start, warm.start
-    words = (
-        f"`load` made {start.kernels} kernels ready in {start.kernels_s:.0f} s "
-        f"({start.kernels_compiled} compiled)"
-    )
+    present = start.kernels - start.kernels_compiled
+    stored = f" ({present} were on disk)" if present else ""
+    words = f"The bench warmed up {start.kernels} kernels in {start.kernels_s:.0f} s{stored}"
     if not again.kernels_compiled:
-        words += f", and in {again.kernels_s:.1f} s with all on disk"
+        words += f", in {again.kernels_s:.1f} s with all on disk"
     return words + "."
 
 
