@@ -78,24 +78,29 @@ def of_rows(problem: Problem, start: int, stop: int) -> Problem:
     return dataclasses.replace(problem, args=args, kwargs=kwargs)
 
 
-def results(problem: Problem, backend: str, start: int, stop: int) -> list[torch.Tensor]:
-    """The bytes of each row of the results that have rows."""
+def results(problem: Problem, backend: str, start: int, stop: int) -> dict[int, torch.Tensor]:
+    """The bytes of each row of the results that have as many rows, by their positions."""
     count = stop - start
-    outputs = of_rows(problem, start, stop).run(backend)
-    rows = [x for x in outputs if x.dim() and x.shape[0] == count]
-    return [x.contiguous().view(torch.uint8).reshape(count, -1) for x in rows]
+    outputs = enumerate(of_rows(problem, start, stop).run(backend))
+    return {
+        i: x.contiguous().view(torch.uint8).reshape(count, -1)
+        for i, x in outputs
+        if x.dim() and x.shape[0] == count
+    }
 
 
 def most_rows(problem: Problem, backend: str, largest: int = ROWS) -> int:
     """The number of rows up to which every row has the bits that it has alone."""
     alone = [results(problem, backend, i, i + 1) for i in range(largest)]
-    assert all(alone), "no result has rows"
-    # Of one row more is a row than of results that do not have any.
-    expected = [torch.cat(rows) for rows in zip(*alone, strict=True)]
+    # What has as many rows for one, two and three rows has a row for each.
+    by_row = alone[0].keys()
+    for count in (2, 3):
+        by_row = by_row & results(problem, backend, 0, count).keys()
+    assert by_row, "no result has rows"
+    expected = {i: torch.cat([rows[i] for rows in alone]) for i in by_row}
     for count in range(2, largest + 1):
         together = results(problem, backend, 0, count)
-        same = [torch.equal(x, y[:count]) for x, y in zip(together, expected, strict=False)]
-        if not all(same):
+        if not all(torch.equal(together[i], expected[i][:count]) for i in by_row):
             return count - 1
     return largest
 
