@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import io
 import re
 import sys
@@ -51,6 +52,12 @@ class Hit:
         return f'{self.file}:{self.line}: {self.kind} "{self.word}": write {self.use}'
 
 
+@functools.cache
+def _joined_parts(name: str) -> str:
+    """The lower-case parts of a name between underscores; every ban asks for those of each name."""
+    return f"_{'_'.join(_PART.findall(name)).lower()}_"
+
+
 @dataclass(frozen=True)
 class Names:
     """Banned identifiers.
@@ -71,7 +78,7 @@ class Names:
         """The banned word that a name is or contains."""
         if not self.is_part:
             return name if name.strip("_").lower() in self.words else None
-        parts = f"_{'_'.join(_PART.findall(name)).lower()}_"
+        parts = _joined_parts(name)
         return name if any(f"_{word}_" in parts for word in self.words) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -257,10 +258,9 @@ def _random_nvfp4(rows: int, columns: int) -> QuantizedTensor:
     return QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), torch.ones(1), NVFP4)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("ahead", [False, True])
-def test_loading_holds_the_model_and_at_most_a_layer(tmp_path, ahead):
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    """The folder of a checkpoint of 200 MB, and its configuration."""
     config = ModelConfig.tiny(
         num_hidden_layers=8,
         hidden_size=512,
@@ -268,9 +268,18 @@ def test_loading_holds_the_model_and_at_most_a_layer(tmp_path, ahead):
         n_routed_experts=64,
         num_nextn_predict_layers=0,
     )
-    big, small = tmp_path / "big", saved(make_model(), tmp_path / "small")
-    write(random_items(config), big, layout="nvidia", config=config)
-    assert sum(p.stat().st_size for p in big.glob("*.safetensors")) > 200e6
+    folder = tmp_path_factory.mktemp("big")
+    write(random_items(config), folder, layout="nvidia", config=config)
+    assert sum(p.stat().st_size for p in folder.glob("*.safetensors")) > 200e6
+    yield folder, config
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_loading_holds_the_model_and_at_most_a_layer(big, tmp_path, ahead):
+    (big, config), small = big, saved(make_model(), tmp_path / "small")
     command = [sys.executable, "-c", _MEASURE, str(big), str(small), str(ahead)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     size, peak, after = map(int, out.split())

@@ -99,7 +99,8 @@ def test_who_stops_early_ends_the_workers(monkeypatch, workers):
 def test_workers_are_forks_where_they_are_several(monkeypatch, arch):
     """Of a process that has imported what compiles for an architecture, and nothing else."""
     monkeypatch.setattr(_compile_pool, "start", lambda: pytest.fail("a second interpreter"))
-    actual = [result for result, _ in results([Seeing(str(i)) for i in range(12)], 3, arch).values()]
+    jobs = [Seeing(str(i)) for i in range(12)]
+    actual = [result for result, _ in results(jobs, 3, arch).values()]
     parents = {result["parent"] for result in actual}
     assert len(parents) == 1
     assert parents != {os.getpid()}
