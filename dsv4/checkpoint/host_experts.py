@@ -38,9 +38,9 @@ _HALF_BYTES = 1 << 29
 # Flash's 43 layers at 50.8 GB/s, in ms a token:
 #   static + slots (H100)      101 + 12   80 + 33   49 + 64
 #   most used experts static       10.6      11.4      12.3
-#   first experts static           19.7      16.0      14.3
-# With exponent 0.7: 19.6, 20.5, 21.8 and 30.5, 25.6, 23.9. On an H200 with exponent 1, 208 + 12 and
-# 156 + 64: 1.9, 2.2 and 3.9, 2.9. So known counts want few slots, and unknown ones many; 29 % lies
+#   first experts static           21.8      16.1      14.5
+# With exponent 0.7: 19.6, 20.5, 21.8 and 30.3, 25.6, 24.0. On an H200 with exponent 1, 208 + 12 and
+# 156 + 64: 1.9, 2.2 and 3.6, 3.1. So known counts want few slots, and unknown ones many; 29 % lies
 # between, because ``repin_`` makes the most used experts static later.
 _CACHED_SHARE = 0.29
 _COUNTED_SHARE = 0.1
