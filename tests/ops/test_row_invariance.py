@@ -21,6 +21,7 @@ from dsv4.bench.cases import MAKERS
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.config import ModelConfig
 from dsv4.device import interpret_triton
+from dsv4.quant.formats import QuantizedTensor
 
 ROWS = 9
 DRAWN = 11  # tokens of a case: a number of rows that no weight has
@@ -66,6 +67,9 @@ INTERPRETED = ("rms_norm", "rope", "swiglu", "hc_post", "head_norm_rope_", "veri
 
 def rows_of(value: Any, start: int, stop: int) -> Any:
     """Rows of what has one for each token, as memory of its own."""
+    if isinstance(value, QuantizedTensor) and value.shape[0] == DRAWN:
+        codes, scales = (rows_of(x, start, stop) for x in (value.codes, value.scales))
+        return dataclasses.replace(value, codes=codes, scales=scales)
     if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == DRAWN:
         return value[start:stop].clone()
     return value
@@ -117,8 +121,9 @@ def available(problem: Problem) -> list[str]:
 
 @pytest.mark.parametrize("op", [op for op in OPERATORS if op not in CPU_FLOAT32])
 def test_rows_of_the_reference_are_those_alone(op: str) -> None:
-    problem = next(cases_of(op)).build(Draw(0, torch.device("cpu")))
-    assert most_rows(problem, "reference", 5) == 5
+    cases = [next(cases_of(op))] if op != "indexer_select" else cases_of(op)  # formats of queries
+    for case in cases:
+        assert most_rows(case.build(Draw(0, torch.device("cpu"))), "reference", 5) == 5
 
 
 def test_the_lists_name_operators_of_the_test() -> None:
@@ -145,6 +150,7 @@ def test_a_difference_is_found() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_rows_of_kernels_are_those_alone_on_a_gpu(capsys) -> None:
     """Each implementation of each case; prints those that are not invariant."""
     measured = dict[tuple[str, str], int]()
