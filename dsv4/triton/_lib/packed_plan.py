@@ -24,10 +24,9 @@ _INSTRUCTIONS = 100  # instructions of a warp for 16 x 64 weights
 _SMALL_M_LATENCY = 325  # cycles of a block of 64 columns if a program is alone on its SM
 _SECOND_LAUNCH = 2500  # cycles
 _MOST_PREFETCHED = 16
-# Tokens up to which the last program of a tile adds its partial sums. For 8 tokens, Flash's q_a + kv,
-# gate_up, o_a and o_b took 5.25, 6.53, 9.58 and 9.58 us where two launches took 7.18, 6.94, 9.91 and
-# 9.88. For 16 tokens they took 6.50, 8.32, 11.4 and 11.7 us, two launches 5.35, 7.58, 11.1 and 12.3
-# (H200).
+# Tokens up to which the last program of a tile adds its partial sums. Flash's q_a + kv, gate_up,
+# o_a and o_b took 5.25, 6.53, 9.58 and 9.58 us for 8 tokens, by two launches 7.18, 6.94, 9.91 and
+# 9.88; for 16 tokens 6.50, 8.32, 11.4 and 11.7, by two launches 5.35, 7.58, 11.1 and 12.3 (H200).
 _MOST_JOINED = 8
 _FULL = 0.9  # programs for each SM from which columns are not split
 _OF_A_TOKEN = 4  # experts that have rows wherever there is a token, or one more or less
