@@ -30,6 +30,10 @@ from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 _MOST_TOKENS = 64  # most tokens of a tile
+# Most tokens that are multiplied one after the other. Microseconds of 1, 2 and 4 tokens, Flash's
+# weights with an indexer and without on an H200: 7.9, 9.2, 13.0 and 3.7, 4.3, 5.7; tiles take 9.8
+# and 5.9 for each.
+_MOST_VECTORS = 2
 _HOPPER_SHARED = 227 * 1024
 
 
@@ -164,13 +168,9 @@ def _vectors_kernel(
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply ROWS rows of one weight, held in registers, by each token; COLUMNS >= HIDDEN.
-
-    GROUP tokens are loaded together, and the rows are converted to float32 once for them.
-    """
+    """Multiply ROWS rows of one weight, held in registers, by each token; COLUMNS >= HIDDEN."""
     weight, number, row, rows = _rows_of(
         kv, gate, index_kv, index_gate, heads, CHANNELS, INDEX_CHANNELS, HEADS, ROWS
     )
@@ -183,33 +183,22 @@ def _vectors_kernel(
     else:
         weights = tl.load(weight, mask=column[None, :] < HIDDEN, other=0.0)
     # Weights stay packed: hoisted out of the loop, their conversion would take twice the registers.
-    for first in tl.range(0, tokens, GROUP, disable_licm=True):
-        values = ()  # all loads of a group before the first store, which no load may pass
-        for j in tl.static_range(GROUP):
-            token = tl.arange(0, 1).to(tl.int64) + first + j
-            present = column < HIDDEN
-            if GROUP > 1:
-                present = present & (token < tokens)
-            loaded = tl.load(x + token * x_stride + column, mask=present, other=0.0)
-            values += (loaded,)  # type: ignore[assignment]
-        for j in tl.static_range(GROUP):
-            token = tl.arange(0, 1).to(tl.int64) + first + j
-            stored = (row < rows)[None, :]
-            if GROUP > 1:
-                stored = stored & (token < tokens)[:, None]
-            total = tl.sum(widen(weights) * widen(values[j])[None, :], 1)
-            _store(
-                total[None, :],
-                row,
-                token,
-                stored,
-                number,
-                out,
-                head_out,
-                CHANNELS,
-                INDEX_CHANNELS,
-                HEADS,
-            )
+    for index in tl.range(0, tokens, disable_licm=True):
+        token = tl.arange(0, 1).to(tl.int64) + index
+        values = tl.load(x + token * x_stride + column, mask=column < HIDDEN, other=0.0)
+        total = tl.sum(widen(weights) * widen(values)[None, :], 1)
+        _store(
+            total[None, :],
+            row,
+            token,
+            (row < rows)[None, :],
+            number,
+            out,
+            head_out,
+            CHANNELS,
+            INDEX_CHANNELS,
+            HEADS,
+        )
 
 
 @triton.jit
@@ -277,41 +266,22 @@ class Vectors:
     Attributes:
         rows: Rows of a weight, a power of two.
         warps: Warps.
-        group: Tokens that are loaded together. It changes no bit.
     """
 
     rows: int
     warps: int
-    group: int = 1
 
 
 # A lane has 32 or 64 values of weights, all of which are loaded before the first is used.
 VECTORS = Vectors(rows=2, warps=8)
-# Others that have not been timed; none spills on Hopper. A number of tokens takes one of them once
-# ``_VECTORS`` names it.
-CANDIDATES = (
-    Vectors(2, 8, group=2),
-    Vectors(2, 8, group=4),
-    Vectors(4, 8, group=2),
-    Vectors(4, 8, group=4),
-    Vectors(2, 4, group=2),
-    Vectors(4, 16, group=4),
-    Vectors(2, 8, group=8),
-)
-# By the number of tokens. Microseconds of 1, 2 and 4 tokens by ``VECTORS``, Flash's weights with an
-# indexer and without on an H200: 7.9, 9.2, 13.0 and 3.7, 4.3, 5.7; tiles take 9.8 and 5.9 for each.
-_VECTORS = {1: VECTORS, 2: VECTORS}
-
-
-def plan_of(tokens: int, hidden: int, shared: int = _HOPPER_SHARED) -> Tile | Vectors:
-    """Plan of a call; see ``tile_of``."""
-    return _VECTORS.get(tokens) or tile_of(tokens, hidden, shared)
 
 
 def compressor_projections(args: CompressorProjectionsArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.compressor_projections.compressor_projections``."""
     tokens, hidden = args.x.shape
-    return multiply(args, plan_of(tokens, hidden, launch_options.shared_memory(args.x)))
+    if tokens <= _MOST_VECTORS:
+        return multiply(args, VECTORS)
+    return multiply(args, tile_of(tokens, hidden, launch_options.shared_memory(args.x)))
 
 
 def multiply(
@@ -351,9 +321,7 @@ def multiply(
     with launch_options.on(x):
         if isinstance(tile, Vectors):
             columns = launch_options.power_of_two(hidden)
-            _vectors_kernel[(grid,)](
-                *operands, **sizes, COLUMNS=columns, GROUP=tile.group, **options
-            )
+            _vectors_kernel[(grid,)](*operands, **sizes, COLUMNS=columns, **options)
         else:
             _projections_kernel[(grid, triton.cdiv(tokens, tile.tokens))](
                 *operands,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4.dispatch import explain
-from dsv4.ops.compressor_projections import CompressorProjectionsArgs, compressor_projections
+from dsv4.ops.compressor_projections import compressor_projections
 from dsv4.testing import strategies as fuzz
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, gemm_budget
-from dsv4.triton.compressor_projections import CANDIDATES, VECTORS, multiply
 
 KERNELS = ("triton",)
 INTERPRETED_SHARE = 4
@@ -89,23 +86,6 @@ def test_every_tile(device, tokens, hidden):
     x, weights = build({**case, "dtype": torch.bfloat16}, device)
     got = compressor_projections(x, *weights, out_dtype=torch.float32)
     assert_products(got, x, weights, torch.float32)
-
-
-@pytest.mark.parametrize(("tokens", "hidden"), [(3, 64), (8, 72)])
-def test_vectors_have_the_same_bits_in_any_group(device, tokens, hidden):
-    """By rows and warps; and the bits of a token do not depend on the others."""
-    case = {"seed": 1, "tokens": tokens, "hidden": hidden, "rows": (6, 5, 3), "indexed": True}
-    x, weights = build({**case, "dtype": torch.bfloat16}, device)
-    plans = (VECTORS, *CANDIDATES)
-    plans = plans if device.type == "cuda" else (*plans[:3], plans[4])  # the interpreter is slow
-    for plan in plans:
-        args = CompressorProjectionsArgs(x, *weights, torch.float32)
-        got = multiply(args, plan)
-        assert_products(got, x, weights, torch.float32)
-        alone = CompressorProjectionsArgs(x[-1:], *weights, torch.float32)
-        single = multiply(alone, replace(plan, group=1))
-        for mine, other in zip(got, single, strict=True):
-            assert_bitwise(mine[-1:], other, str(plan))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
