@@ -153,9 +153,12 @@ def _host_lines(
             yield f"  host_experts='auto': does not fit this machine: {error}"
         return
     if placement is not None:
-        needed = f"if the host has {(sizes.host_bytes(placement) + reserve) / 1e9:.1f} GB free"
-        condition = f"this machine, whose host has {(host + reserve) / 1e9:.1f} GB free" * own
-        yield f"  host_experts='auto': fits {condition or needed}: {describe(sizes, placement)}"
+        if own:
+            where = f"this machine, whose host has {(host + reserve) / 1e9:.1f} GB free"
+        else:
+            needed = (sizes.host_bytes(placement) + reserve) / 1e9
+            where = f"if the host has {needed:.1f} GB free"
+        yield f"  host_experts='auto': fits {where}: {describe(sizes, placement)}"
 
 
 def _is_here(machine: planner.Machine) -> bool:
