@@ -86,7 +86,9 @@ class Implementation:
 
     def is_proven(self, call: Call) -> bool:
         """Return whether calls of this kind were seen right on the GPU of a call."""
-        return call.capability is None or self.is_always_proven(call.capability)
+        if self.proven is None or call.capability is None:
+            return True
+        return self.is_always_proven(call.capability)
 
     def is_always_proven(self, capability: tuple[int, int]) -> bool:
         """Return whether every call was seen right on GPUs of a compute capability."""
