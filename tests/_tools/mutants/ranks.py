@@ -58,9 +58,9 @@ MUTANTS = (
     Mutant(
         "ranks",
         "the sampler of all logits is listed for ranks, which have a part of them",
-        "dsv4.compilation.steps:find_steps",
+        "dsv4.compilation.steps:_choose_tokens",
         "_gather(split)",
-        "_sample(config)",
+        "_sample(model.config)",
         "tests/compilation/test_steps.py::test_kernels_of_ranks_are_those_of_their_sizes",
     ),
     Mutant(
