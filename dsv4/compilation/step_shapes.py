@@ -65,9 +65,11 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
         if max_tokens >= _SHARING:
             shapes.append(StepShape(_SHARING, _SHARING, narrow + narrow // 2))
     shapes += [StepShape(n, m, context, "plain") for n in powers for m in (1, n)]
-    # Hooks change which kernels norms and sums of experts run in, by the number of tokens alone.
-    hooked = (nn.Module,)
-    shapes += [StepShape(n, n, context, watched=hooked) for n in sorted({*powers, *beyond})]
+    # Hooks change which kernels norms and sums of experts run in, by the number of tokens alone: by
+    # powers of two and, up to 1024, by tiles, which share the columns of the mixing.
+    hooked, tiles = (nn.Module,), [count for count in tokens if 64 < count < 1024]
+    numbers = sorted({*powers, *beyond, *tiles})
+    shapes += [StepShape(n, n, context, watched=hooked) for n in numbers]
     return list(dict.fromkeys(shapes))
 
 

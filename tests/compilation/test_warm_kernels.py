@@ -113,6 +113,8 @@ if NIGHTLY:
 @example(shape=StepShape(21, 1, 1024))
 @example(shape=StepShape(9, 9, 4096, watched=WATCHED[:1]))
 @example(shape=StepShape(300, 2, 4096, watched=WATCHED[2:]))
+@example(shape=StepShape(833, 1, 64, watched=(nn.Module,)))
+@example(shape=StepShape(897, 1, 64, watched=(nn.Module,)))
 @example(shape=StepShape(4096, 1, 65536))
 @example(shape=StepShape(32, 64, 1024))
 @example(shape=StepShape(185, 17, 2052))  # few more keys than are selected, in shared tiles

@@ -107,7 +107,7 @@ def test_streamed_text_is_the_text_of_all_tokens(deepseek, small, data):
         match = find_stop(whole, stops)
         assert "".join(pieces) == (whole if match is None else match.text)
         assert stream.stop == (None if match is None else match.stop)
-        first = ids[0] if ids else 0  # the stream begins anew; a part may begin a stop string
+        first = ids[0] if ids else 0  # the stream begins again; a part may begin a stop string
         assert tokenizer.decode([first]).startswith(stream.push(first))
 
 
