@@ -10,7 +10,7 @@ import torch
 from dsv4.compilation.step_shapes import token_counts
 from dsv4.integrations._cache import paged_cache_for
 
-_ROWS = (2, 16)  # of batches, beside single prompts
+_BATCHES = (2, 16)  # rows of the batches whose shapes are listed; single prompts are listed, too
 _NARROWEST = 64  # tokens of the smallest paged cache that is looked at
 
 
@@ -51,7 +51,7 @@ def swapped_shapes(max_tokens: int, context: int) -> list[SwappedShape]:
     counts = [count for count in token_counts(max_tokens) if count <= most]
     powers = [1 << i for i in range(context.bit_length())]
     batches = {1: counts}
-    for rows in _ROWS:
+    for rows in _BATCHES:
         bounds = [n for power in powers for n in (power, power + 1)]
         batches[rows] = sorted({n for n in bounds if n <= most and n * rows <= max_tokens})
     shapes = []

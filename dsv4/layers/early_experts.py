@@ -22,10 +22,10 @@ from dsv4.overlap import Streams, distant_streams
 
 
 class ChoosesByToken(ABC):
-    """Base class of routers whose experts depend on token ids, or on nothing, besides padding.
+    """Base class of routers that choose experts by token ids alone, or without any input.
 
-    ``DeepseekV4HashRouter`` chooses so, too. A class derived from it is none of these, because it
-    may choose otherwise.
+    Only padding may have other experts. ``DeepseekV4HashRouter`` chooses by token ids without this
+    base class; a class derived from it may choose otherwise, so it needs this one.
     """
 
     @abstractmethod

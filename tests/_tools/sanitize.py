@@ -225,21 +225,23 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP")
     parser.add_argument("--backend", default="auto", help="whose calls to run, such as triton")
-    parser.add_argument("--sizes", type=sizes_of, default=list(SIZES))
-    parser.add_argument("--rows", type=rows_of_one, default=list(ROWS))
+    parser.add_argument("--sizes", type=sizes_of)
+    parser.add_argument("--rows", type=rows_of_one)
     parser.add_argument("--fused", action="store_true", help="the calls of FUSED alone")
     parser.add_argument("--dry-run", action="store_true", help="with --fused: list its calls")
     arguments = parser.parse_args()
     if arguments.dry_run and not arguments.fused:
         parser.error("--dry-run lists the calls of --fused, which is missing")
-    if arguments.fused and arguments.backend != "auto":
-        parser.error("--backend is not for --fused, whose calls name their implementations")
+    narrowed = arguments.sizes is not None or arguments.rows is not None
+    if arguments.fused and (narrowed or arguments.backend != "auto"):
+        parser.error("--backend, --sizes and --rows are not for --fused, whose calls have theirs")
     unknown = [op for op in arguments.ops if arguments.fused and op not in FUSED]
     if unknown:
         parser.error(f"OP is {', '.join(unknown)}, wanted some of {', '.join(FUSED)}")
     if arguments.fused:
         number = fused(arguments.ops, dry_run=arguments.dry_run)
     else:
-        options = (arguments.sizes, arguments.rows, arguments.backend)
-        number = main(arguments.ops, *options)
+        sizes = list(SIZES) if arguments.sizes is None else arguments.sizes
+        rows = list(ROWS) if arguments.rows is None else arguments.rows
+        number = main(arguments.ops, sizes, rows, arguments.backend)
     print(f"{number} calls")
