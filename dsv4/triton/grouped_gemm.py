@@ -26,7 +26,7 @@ from dsv4.triton._lib.expert_tiles import store_zeros, tile_of_expert
 from dsv4.triton._lib.gemm_tiles import store_result
 from dsv4.triton._lib.numerics import wait_for_inputs
 from dsv4.triton._lib.packed_plan import Weight, grouped_plan
-from dsv4.triton._lib.packed_weights import FRAGMENTS, packed_sum
+from dsv4.triton._lib.packed_weights import FRAGMENTS, packed_sum, sums_in_turn
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.gemm_packed import (
@@ -43,6 +43,61 @@ _AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs
 Multiply = Callable[
     [_AnyArgs, torch.Tensor, torch.Tensor | None, float | None, dict[str, Any]], None
 ]
+
+
+@triton.jit
+def _store_in_turn(
+    weight,
+    operands,
+    tokens,
+    inside,
+    sizes,
+    PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    PINNED: tl.constexpr,
+    SCALES: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+):
+    codes, scales, own_scale, cut0, cut1, cut2 = weight
+    x, x_stride, row_scale, row_weight, out = operands
+    rows, k_tiles, limit = sizes
+    GROUPS: tl.constexpr = len(tokens)
+    offset = ()
+    for group in tl.static_range(GROUPS):
+        offset += (tokens[group] * x_stride,)
+    totals = sums_in_turn(
+        codes,
+        scales,
+        x,
+        offset,
+        inside,
+        tl.program_id(0) * TILES,
+        rows // 16,
+        k_tiles,
+        TILES,
+        PARTS,
+        STAGES,
+        MASKED,
+        PINNED,
+    )
+    for number in tl.static_range(PARTS * GROUPS):
+        store_result(
+            totals[number] * 128.0,
+            (own_scale, cut0, cut1, cut2),
+            (16 * (tl.program_id(0) * TILES + number // GROUPS * (TILES // PARTS)), rows, 0),
+            (x, offset[number % GROUPS], k_tiles * 64),
+            (row_scale, row_weight),
+            (out, tokens[number % GROUPS], inside[number % GROUPS]),
+            limit,
+            SCALES,
+            SWIGLU,
+            CLAMPED,
+            UNBOUNDED,
+        )
 
 
 @fast_launch
@@ -92,6 +147,9 @@ def _grouped_kernel(
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    FORM: tl.constexpr = 0,
+    MASKED: tl.constexpr = 0,
+    PINNED: tl.constexpr = 0,
 ):
     """16 TILES rows of one expert's weight by TOKENS of its rows of ``x``, or those of no expert.
 
@@ -111,36 +169,84 @@ def _grouped_kernel(
         token = tl.minimum(token, end - 1).to(tl.int64)
         if expert < experts:
             mine = expert.to(tl.int64)
-            total = packed_sum(
+            mine_codes, mine_scales = (
                 codes + mine * (code_blocks * 128),
                 scales + mine * (scale_blocks * 16),
-                x,
-                token * x_stride,
-                tl.program_id(0) * TILES,
-                rows // 16,
-                k_tiles,
-                0,
-                k_tiles,
-                LAYOUT,
-                TILES,
-                TOKENS,
-                PARTS,
-                BLOCKS,
-                STAGES,
             )
-            store_result(
-                total,
-                (global_scale + mine * scale_count if SCALES else global_scale, cut0, cut1, cut2),
-                (first, rows, 0),
-                (x, token * x_stride, k_tiles * 64),
-                (row_scale, row_weight),
-                (out, token, inside),
-                limit,
-                SCALES,
-                SWIGLU,
-                CLAMPED,
-                UNBOUNDED,
-            )
+            own_scale = global_scale + mine * scale_count if SCALES else global_scale
+            if FORM == 0:
+                total = packed_sum(
+                    mine_codes,
+                    mine_scales,
+                    x,
+                    token * x_stride,
+                    tl.program_id(0) * TILES,
+                    rows // 16,
+                    k_tiles,
+                    0,
+                    k_tiles,
+                    LAYOUT,
+                    TILES,
+                    TOKENS,
+                    PARTS,
+                    BLOCKS,
+                    STAGES,
+                )
+                store_result(
+                    total,
+                    (own_scale, cut0, cut1, cut2),
+                    (first, rows, 0),
+                    (x, token * x_stride, k_tiles * 64),
+                    (row_scale, row_weight),
+                    (out, token, inside),
+                    limit,
+                    SCALES,
+                    SWIGLU,
+                    CLAMPED,
+                    UNBOUNDED,
+                )
+            else:
+                if FORM >= 3 and end - start <= TOKENS * 3 // 4:
+                    low = start + tl.arange(0, TOKENS // 2)
+                    high = start + TOKENS // 2 + tl.arange(0, TOKENS // 4)
+                    inner = (low < end, high < end)
+                    own = (
+                        tl.minimum(low, end - 1).to(tl.int64),
+                        tl.minimum(high, end - 1).to(tl.int64),
+                    )
+                    _store_in_turn(
+                        (mine_codes, mine_scales, own_scale, cut0, cut1, cut2),
+                        (x, x_stride, row_scale, row_weight, out),
+                        own,
+                        inner,
+                        (rows, k_tiles, limit),
+                        2 - FORM % 2,
+                        TILES,
+                        STAGES,
+                        MASKED,
+                        PINNED,
+                        SCALES,
+                        SWIGLU,
+                        CLAMPED,
+                        UNBOUNDED,
+                    )
+                else:
+                    _store_in_turn(
+                        (mine_codes, mine_scales, own_scale, cut0, cut1, cut2),
+                        (x, x_stride, row_scale, row_weight, out),
+                        (token,),
+                        (inside,),
+                        (rows, k_tiles, limit),
+                        2 - FORM % 2,
+                        TILES,
+                        STAGES,
+                        MASKED,
+                        PINNED,
+                        SCALES,
+                        SWIGLU,
+                        CLAMPED,
+                        UNBOUNDED,
+                    )
         else:
             store_zeros(out, token, inside, tl.program_id(0), rows, ROWS, SWIGLU)
 
