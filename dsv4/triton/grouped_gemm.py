@@ -45,61 +45,6 @@ Multiply = Callable[
 ]
 
 
-@triton.jit
-def _store_in_turn(
-    weight,
-    operands,
-    tokens,
-    inside,
-    sizes,
-    PARTS: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    PINNED: tl.constexpr,
-    SCALES: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
-):
-    codes, scales, own_scale, cut0, cut1, cut2 = weight
-    x, x_stride, row_scale, row_weight, out = operands
-    rows, k_tiles, limit = sizes
-    GROUPS: tl.constexpr = len(tokens)
-    offset = ()
-    for group in tl.static_range(GROUPS):
-        offset += (tokens[group] * x_stride,)
-    totals = sums_in_turn(
-        codes,
-        scales,
-        x,
-        offset,
-        inside,
-        tl.program_id(0) * TILES,
-        rows // 16,
-        k_tiles,
-        TILES,
-        PARTS,
-        STAGES,
-        MASKED,
-        PINNED,
-    )
-    for number in tl.static_range(PARTS * GROUPS):
-        store_result(
-            totals[number] * 128.0,
-            (own_scale, cut0, cut1, cut2),
-            (16 * (tl.program_id(0) * TILES + number // GROUPS * (TILES // PARTS)), rows, 0),
-            (x, offset[number % GROUPS], k_tiles * 64),
-            (row_scale, row_weight),
-            (out, tokens[number % GROUPS], inside[number % GROUPS]),
-            limit,
-            SCALES,
-            SWIGLU,
-            CLAMPED,
-            UNBOUNDED,
-        )
-
-
 @fast_launch
 @triton.jit(
     do_not_specialize=[
@@ -147,9 +92,6 @@ def _grouped_kernel(
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
-    FORM: tl.constexpr = 0,
-    MASKED: tl.constexpr = 0,
-    PINNED: tl.constexpr = 0,
 ):
     """16 TILES rows of one expert's weight by TOKENS of its rows of ``x``, or those of no expert.
 
@@ -169,86 +111,321 @@ def _grouped_kernel(
         token = tl.minimum(token, end - 1).to(tl.int64)
         if expert < experts:
             mine = expert.to(tl.int64)
-            mine_codes, mine_scales = (
+            total = packed_sum(
                 codes + mine * (code_blocks * 128),
                 scales + mine * (scale_blocks * 16),
+                x,
+                token * x_stride,
+                tl.program_id(0) * TILES,
+                rows // 16,
+                k_tiles,
+                0,
+                k_tiles,
+                LAYOUT,
+                TILES,
+                TOKENS,
+                PARTS,
+                BLOCKS,
+                STAGES,
             )
-            own_scale = global_scale + mine * scale_count if SCALES else global_scale
-            if FORM == 0:
-                total = packed_sum(
-                    mine_codes,
-                    mine_scales,
-                    x,
-                    token * x_stride,
-                    tl.program_id(0) * TILES,
-                    rows // 16,
-                    k_tiles,
-                    0,
-                    k_tiles,
-                    LAYOUT,
-                    TILES,
-                    TOKENS,
-                    PARTS,
-                    BLOCKS,
-                    STAGES,
-                )
-                store_result(
-                    total,
-                    (own_scale, cut0, cut1, cut2),
-                    (first, rows, 0),
-                    (x, token * x_stride, k_tiles * 64),
-                    (row_scale, row_weight),
-                    (out, token, inside),
-                    limit,
-                    SCALES,
-                    SWIGLU,
-                    CLAMPED,
-                    UNBOUNDED,
-                )
-            else:
-                if FORM >= 3 and end - start <= TOKENS * 3 // 4:
-                    low = start + tl.arange(0, TOKENS // 2)
-                    high = start + TOKENS // 2 + tl.arange(0, TOKENS // 4)
-                    inner = (low < end, high < end)
-                    own = (
-                        tl.minimum(low, end - 1).to(tl.int64),
-                        tl.minimum(high, end - 1).to(tl.int64),
-                    )
-                    _store_in_turn(
-                        (mine_codes, mine_scales, own_scale, cut0, cut1, cut2),
-                        (x, x_stride, row_scale, row_weight, out),
-                        own,
-                        inner,
-                        (rows, k_tiles, limit),
-                        2 - FORM % 2,
-                        TILES,
-                        STAGES,
-                        MASKED,
-                        PINNED,
-                        SCALES,
-                        SWIGLU,
-                        CLAMPED,
-                        UNBOUNDED,
-                    )
-                else:
-                    _store_in_turn(
-                        (mine_codes, mine_scales, own_scale, cut0, cut1, cut2),
-                        (x, x_stride, row_scale, row_weight, out),
-                        (token,),
-                        (inside,),
-                        (rows, k_tiles, limit),
-                        2 - FORM % 2,
-                        TILES,
-                        STAGES,
-                        MASKED,
-                        PINNED,
-                        SCALES,
-                        SWIGLU,
-                        CLAMPED,
-                        UNBOUNDED,
-                    )
+            store_result(
+                total,
+                (global_scale + mine * scale_count if SCALES else global_scale, cut0, cut1, cut2),
+                (first, rows, 0),
+                (x, token * x_stride, k_tiles * 64),
+                (row_scale, row_weight),
+                (out, token, inside),
+                limit,
+                SCALES,
+                SWIGLU,
+                CLAMPED,
+                UNBOUNDED,
+            )
         else:
             store_zeros(out, token, inside, tl.program_id(0), rows, ROWS, SWIGLU)
+
+
+@triton.jit
+def _find(offsets, position, tokens, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Results of ``tile_of_expert``, by two loads in place of two sums over experts."""
+    number = tl.arange(0, EXPERTS)
+    starts = tl.load(offsets + number, mask=number <= experts, other=0)
+    ends = tl.load(offsets + number + 1, mask=number < experts, other=tokens)
+    counts = tl.where(number <= experts, (ends - starts + (TOKENS - 1)) // TOKENS, 0)
+    tiles_to = tl.cumsum(counts, 0)
+    is_before = tiles_to <= position
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    start, end = 0, 0
+    if expert <= experts:
+        before = tl.max(tl.where(is_before, tiles_to, 0), 0)
+        start = tl.load(offsets + expert) + (position - before) * TOKENS
+        end = tl.load(offsets + expert + 1, mask=expert < experts, other=tokens)
+    return expert, start, end
+
+
+@triton.jit
+def _store_in_turn(
+    matrix,
+    weight_scale,
+    operands,
+    tokens,
+    inside,
+    sizes,
+    tile,
+    limit,
+    PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    PINNED: tl.constexpr,
+    SCALES: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+):
+    """Multiply an expert's row tiles by groups of its tokens, and store the results."""
+    codes, scales = matrix
+    x, x_stride, row_scale, row_weight, out = operands
+    rows, k_tiles = sizes
+    GROUPS: tl.constexpr = len(tokens)
+    offset = ()
+    for group in tl.static_range(GROUPS):
+        offset += (tokens[group] * x_stride,)  # type: ignore[assignment]
+    totals = sums_in_turn(
+        codes,
+        scales,
+        x,
+        offset,
+        inside,
+        tile,
+        rows // 16,
+        k_tiles,
+        TILES,
+        PARTS,
+        STAGES,
+        MASKED,
+        PINNED,
+    )
+    for number in tl.static_range(PARTS * GROUPS):
+        group = number % GROUPS
+        store_result(
+            totals[number] * 128.0,
+            weight_scale,
+            (16 * (tile + number // GROUPS * (TILES // PARTS)), rows, 0),
+            (x, offset[number % GROUPS], k_tiles * 64),
+            (row_scale, row_weight),
+            (out, tokens[number % GROUPS], inside[number % GROUPS]),
+            limit,
+            SCALES,
+            SWIGLU,
+            CLAMPED,
+            UNBOUNDED,
+        )
+
+
+@triton.jit
+def _wide_tile(
+    matrix,
+    weight_scale,
+    operands,
+    offsets,
+    sizes,
+    counts,
+    program,
+    position,
+    limit,
+    SCALES: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    NARROW: tl.constexpr,
+    MASKED: tl.constexpr,
+    PINNED: tl.constexpr,
+    QUICK: tl.constexpr,
+):
+    codes, scales = matrix
+    global_scale, cut0, cut1, cut2 = weight_scale
+    x, x_stride, row_scale, row_weight, out = operands
+    rows, k_tiles = sizes
+    tokens, experts, code_blocks, scale_blocks, scale_count = counts
+    if QUICK:
+        expert, start, end = _find(offsets, position, tokens, experts, EXPERTS, TOKENS)
+    else:
+        expert, start, end = tile_of_expert(offsets, position, tokens, experts, EXPERTS, TOKENS)
+    if expert < experts:
+        mine = expert.to(tl.int64)
+        own = (codes + mine * (code_blocks * 128), scales + mine * (scale_blocks * 16))
+        own_scale = global_scale + mine * scale_count if SCALES else global_scale
+        if NARROW and end - start <= TOKENS * 3 // 4:
+            low = start + tl.arange(0, TOKENS // 2)
+            high = start + TOKENS // 2 + tl.arange(0, TOKENS // 4)
+            _store_in_turn(
+                own,
+                (own_scale, cut0, cut1, cut2),
+                operands,
+                (tl.minimum(low, end - 1).to(tl.int64), tl.minimum(high, end - 1).to(tl.int64)),
+                (low < end, high < end),
+                sizes,
+                program * TILES,
+                limit,
+                PARTS,
+                TILES,
+                STAGES,
+                MASKED,
+                PINNED,
+                SCALES,
+                SWIGLU,
+                CLAMPED,
+                UNBOUNDED,
+            )
+        else:
+            token = start + tl.arange(0, TOKENS)
+            _store_in_turn(
+                own,
+                (own_scale, cut0, cut1, cut2),
+                operands,
+                (tl.minimum(token, end - 1).to(tl.int64),),
+                (token < end,),
+                sizes,
+                program * TILES,
+                limit,
+                PARTS,
+                TILES,
+                STAGES,
+                MASKED,
+                PINNED,
+                SCALES,
+                SWIGLU,
+                CLAMPED,
+                UNBOUNDED,
+            )
+    elif expert == experts:
+        token = start + tl.arange(0, TOKENS)
+        at = tl.minimum(token, end - 1).to(tl.int64)
+        store_zeros(out, at, token < end, program, rows, 16 * TILES, SWIGLU)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "experts",
+        "k_tiles",
+        "code_blocks",
+        "scale_blocks",
+        "scale_count",
+        "cut0",
+        "cut1",
+        "cut2",
+    ]
+)
+def _wide_kernel(
+    x,
+    x_stride,
+    codes,
+    scales,
+    global_scale,
+    row_scale,
+    row_weight,
+    out,
+    offsets,
+    tokens,
+    experts,
+    rows,
+    k_tiles,
+    code_blocks,
+    scale_blocks,
+    scale_count,
+    cut0,
+    cut1,
+    cut2,
+    limit,
+    LAYOUT: tl.constexpr,
+    SCALES: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    HALVES: tl.constexpr,
+    NARROW: tl.constexpr,
+    MASKED: tl.constexpr,
+    PINNED: tl.constexpr,
+    QUICK: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+):
+    """``_grouped_kernel`` for many rows of each expert and weights in fragments, for Hopper."""
+    wait_for_inputs(PDL)
+    matrix, operands = (codes, scales), (x, x_stride, row_scale, row_weight, out)
+    weight_scale, sizes = (global_scale, cut0, cut1, cut2), (rows, k_tiles)
+    counts = (tokens, experts, code_blocks, scale_blocks, scale_count)
+    if PERSISTENT:
+        number = tl.arange(0, EXPERTS)
+        starts = tl.load(offsets + number, mask=number <= experts, other=0)
+        ends = tl.load(offsets + number + 1, mask=number < experts, other=tokens)
+        filled = tl.where(number <= experts, (ends - starts + (TOKENS - 1)) // TOKENS, 0)
+        high = (rows // 16 + TILES - 1) // TILES
+        works = tl.sum(filled, 0) * high
+        for work in tl.range(tl.program_id(0), works, tl.num_programs(0), num_stages=1):
+            _wide_tile(
+                matrix,
+                weight_scale,
+                operands,
+                offsets,
+                sizes,
+                counts,
+                work % high,
+                work // high,
+                limit,
+                SCALES,
+                SWIGLU,
+                CLAMPED,
+                UNBOUNDED,
+                EXPERTS,
+                TILES,
+                TOKENS,
+                STAGES,
+                HALVES,
+                NARROW,
+                MASKED,
+                PINNED,
+                QUICK,
+            )
+    else:
+        _wide_tile(
+            matrix,
+            weight_scale,
+            operands,
+            offsets,
+            sizes,
+            counts,
+            tl.program_id(0),
+            tl.program_id(1),
+            limit,
+            SCALES,
+            SWIGLU,
+            CLAMPED,
+            UNBOUNDED,
+            EXPERTS,
+            TILES,
+            TOKENS,
+            STAGES,
+            HALVES,
+            NARROW,
+            MASKED,
+            PINNED,
+            QUICK,
+        )
 
 
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
