@@ -759,3 +759,24 @@ def test_a_model_on_a_gpu_is_measured_in_every_column(tmp_path: Path, monkeypatc
         times = {entry["operator"]: entry["ms"] for entry in row["profile"]["operators"]}
         assert times.get(operators.OTHER, 0.0) < 0.02 * row["profile"]["ms"]
         assert {operators.NVFP4_GEMM, operators.EXPERTS, operators.ATTENTION} <= set(times)
+
+
+@pytest.mark.gpu
+def test_drafts_with_experts_in_host_memory_on_a_gpu(tmp_path: Path, monkeypatch):
+    """Flash's sizes; the slots hold two tokens, so more are verified in waves."""
+    monkeypatch.undo()  # rates of this GPU
+    path = tmp_path / "m.json"
+    sizes = ["--preset", "flash", "--experts", "32", "--layers", "4", "--steps", "8"]
+    rows = ["--tokens", "1", "--context", "300", "--prompts", "none", "--host-experts", "8+12+3"]
+    drafts = ["--speculate", "mtp", "--accept", "0.88"]
+    assert main(["model", *sizes, *rows, *drafts, "--out", str(path)]) == 0
+    results = document_of(path)
+    assert results["start"]["compiled_later"] == {}
+    assert [row["drawn"] for row in results["speculation"]] == ["uniform", "zipf 0.7", "zipf 1"]
+    for row in (*results["hosted"], *results["speculation"]):
+        assert (row["missing"], row["failed"]) == ({}, [])
+    for row in results["speculation"]:
+        assert row["waves"] == ["4", "6"]
+        assert row["accepted"] > 0
+        assert row["loaded"]["single"] < row["loaded"]["2"] < row["loaded"]["6"]
+        assert row["plain_ms"] < row["step_ms"]

@@ -511,12 +511,12 @@ def output_path(
     suite = f"model_{slug(model.preset)}_{model.recipe}"
     if hosted:
         suite += "_host_experts"
-    if drafts:
-        suite += f"_{drafts}"
     if model.activation != "bf16":
         suite += f"_{model.activation}"
     if model.ranks > 1:
         suite += f"_{'emulated_' * model.emulated}{model.parallel}{model.ranks}"
+    if drafts:
+        suite += f"_{drafts}"
     return base / machine(header, gpus_of_model(model)) / file_name(header, suite)
 
 
