@@ -131,7 +131,8 @@ class Drafting:
         reason = f"drafts would be slower at {sizes[0]} to {sizes[-1]} sequences, by bytes read"
         slots = costs.most_tokens
         if slots is not None and slots < 2 * sizes[0]:
-            reason = f"experts in host memory have slots for {slots} tokens of a step"
+            tokens = f"{slots} token{'s' * (slots > 1)}"
+            reason = f"experts in host memory have slots for {tokens} of a step"
         _say(model, reason)
         return Drafting(None, reason, costs, tuple(sizes))
 
