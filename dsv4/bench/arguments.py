@@ -156,10 +156,15 @@ def _model(model: argparse.ArgumentParser) -> None:
         metavar="STATIC+SLOTS[+STAGED]",
         help="experts in host memory: how many of a layer are static on the GPU, how many slots "
         "there are for the others and how many a half of the buffer for long prompts holds (0), or "
-        "auto; decode steps under drawn routing and their hit rates",
+        "auto; decode steps under drawn routing and their hit rates, with --speculate those with "
+        "drafts, too",
     )
     add("--speculate", metavar="METHOD", help="mtp or dspark: steps with drafts, too")
-    add("--draft-tokens", type=_positive, help="drafts per step; default 2 of mtp, 5 of dspark")
+    add(
+        "--draft-tokens",
+        type=_positive,
+        help="drafts per step; default 2 of mtp, 5 of dspark, 1 of either with --host-experts",
+    )
     add(
         "--accept",
         type=_share,
