@@ -12,7 +12,7 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.bench import timing
-from dsv4.bench.baselines import prepare_baselines
+from dsv4.bench.baselines import fp8, prepare_baselines
 from dsv4.bench.environment import Rates
 from dsv4.bench.problem import Case, Draw, Problem, UsageError, Verdict, nbytes
 from dsv4.bench.results import Row
@@ -172,9 +172,9 @@ def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
         calls = [call, *(calls[name] for calls in others)]
         taken = timing.measure(calls, options.device, options.repeat, options.rest)
         times["baselines"][name] = taken.us
-    # Of those that were asked for by name it is said why they have no time.
-    asked = refused.items() if options.baselines else ()
-    notes = [note, *(f"baseline {name} was not timed: {why}" for name, why in asked)]
+    # Of those that were asked for by name, and those for FP8, it is said why they have no time.
+    said = refused if options.baselines else fp8.unnamed(op, problem, refused)
+    notes = [note, *(f"baseline {name} was not timed: {why}" for name, why in said.items())]
     times["message"] = "; ".join(filter(None, notes))
     return times
 
