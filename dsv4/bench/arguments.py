@@ -105,6 +105,12 @@ def _moe(moe: argparse.ArgumentParser) -> None:
         default=["uniform", "zipf", "single"],
         help="uniform, zipf, single, comma-separated; default all",
     )
+    moe.add_argument(
+        "--activation",
+        default="bf16",
+        help="what the experts multiply: bf16 (default), or fp8, with weights that are exact in "
+        "FP8 (cast from MXFP4)",
+    )
     _baselines(moe, "Humming; default all")
     _rest(moe)
     _common(moe)

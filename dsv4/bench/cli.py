@@ -351,7 +351,8 @@ def _moe(options: argparse.Namespace) -> int:
         usual = [1, 8, 64, 512, 4096] if _device(options).type == "cuda" else [1, 8]
         sizes = own_shapes(options) or options.shapes.split(",")
         selection = sizes, options.routings, options.tokens or usual
-        moe.run(*selection, _measuring(options), environment.rates(_device(options)), points)
+        rates = environment.rates(_device(options))
+        moe.run(*selection, _measuring(options), rates, points, options.activation)
     except KeyboardInterrupt:
         failed, stopped = INTERRUPTED, f"interrupted after {len(points)} points"
     except UsageError:

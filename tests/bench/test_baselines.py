@@ -88,8 +88,10 @@ def test_a_baseline_is_named_without_its_note_too(asked: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("op", sorted(MAKERS))
 def test_without_libraries_and_gpu_only_pytorch_is_left(op: str):
-    able = baselines.prepare_baselines(op, _problem(op))
-    assert set(able) == set(plain.BASELINES.get(op, {}))
+    problem = _problem(op)
+    able = baselines.prepare_baselines(op, problem)
+    own = {fp8.OWN} if problem.args and fp8.takes_fp8(problem) else set()
+    assert set(able) == own | set(plain.BASELINES.get(op, {}))
     for call in able.values():
         call()
 

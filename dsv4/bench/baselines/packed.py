@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dsv4 import ops
 from dsv4.bench.baselines._prepare import Call, FromLibrary, Table
 from dsv4.ops.gemm import GemmArgs
-from dsv4.quant.formats import LINEAR, NVFP4, QuantizedTensor, format_named
+from dsv4.quant.formats import FP8_TOKEN, LINEAR, NVFP4, QuantizedTensor, format_named
 
 SLOW = ("QuACK (one global scale)", "Humming (one global scale)")
 _ROWS = 4  # of x, whose results are compared
@@ -69,10 +69,19 @@ def _cublas(library: Any, args: GemmArgs) -> Call:
     weight = _dense(
         QuantizedTensor(args.codes, args.scales, args.global_scale, known, args.layout, parts)
     )
+    x = _values(args)
     if args.groups == 1:
-        return lambda: F.linear(args.x, weight)
+        return lambda: F.linear(x, weight)
     stacked = weight.view(args.groups, -1, weight.shape[-1]).transpose(1, 2)
-    return lambda: torch.bmm(args.x.transpose(0, 1), stacked)
+    return lambda: torch.bmm(x.transpose(0, 1), stacked)
+
+
+def _values(args: GemmArgs) -> torch.Tensor:
+    """Return the activations; those of codes in bfloat16."""
+    if args.x_scales is None:
+        return args.x
+    codes = QuantizedTensor(args.x, args.x_scales, None, FP8_TOKEN, args.x_layout)
+    return ops.dequantize(codes, torch.bfloat16, backend="reference")
 
 
 def _checked(make: Callable[[Any, QuantizedTensor], Callable[[torch.Tensor], Any]]) -> Any:
