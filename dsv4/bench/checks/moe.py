@@ -16,7 +16,7 @@ from dsv4.bench.problem import Outputs, Problem, Verdict
 from dsv4.bench.suites import moe_layer, moe_parts
 from dsv4.bench.suites.moe_parts import FP8, Inputs, Layer, Operand
 from dsv4.layers import DeepseekV4SparseMoeBlock
-from dsv4.quant.formats import QuantizedTensor
+from dsv4.quant.formats import FP8_TOKEN, QuantizedTensor
 
 _ROWS_CHECKED, _TOKENS_CHECKED = 8, 64
 # Half a unit of an E4M3 number relative to it, and half of the smallest subnormal one.
@@ -49,6 +49,33 @@ def verify(layer: Layer, inputs: Inputs) -> dict[str, Verdict]:
     summed = _verify_sum(inputs, out, moe_parts.block(layer, inputs))
     verdicts["block"] = check.combine(verdicts["pair"], summed)
     return verdicts
+
+
+def verify_gemm(
+    layer: Layer, inputs: Inputs, part: str, gemm: Problem, backend: str
+) -> Verdict:
+    """Compare one of the two GEMMs, by a named implementation, with the float64 oracle.
+
+    Args:
+        layer: Weights.
+        inputs: Rows and their routing.
+        part: ``"gate_up"`` or ``"down"``.
+        gemm: The call; its first argument is the rows.
+        backend: Name of an implementation.
+    """
+    result = _whole(gemm.run(backend), gemm)
+    if part == "gate_up":
+        return check.combine(_finite(result), *_verify_gate_up(layer, inputs, result))
+    assert isinstance(result, torch.Tensor)
+    return check.combine(_finite(result), *_verify_down(layer, inputs, gemm.args[0], result))
+
+
+def _whole(parts: Outputs, gemm: Problem) -> Operand:
+    """Return the result of a GEMM: a tensor, or FP8 codes with their scales."""
+    if len(parts) == 1:
+        return parts[0]
+    codes, scales = parts
+    return QuantizedTensor(codes, scales, None, FP8_TOKEN, gemm.kwargs["result_layout"])
 
 
 def verify_layer(layer: Layer, whole: DeepseekV4SparseMoeBlock, x: torch.Tensor) -> Verdict:
