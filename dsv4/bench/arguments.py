@@ -128,7 +128,11 @@ def _crossover(parser: argparse.ArgumentParser) -> None:
     add("--shapes", help=f"{names}, comma-separated; default flash,pro, on a CPU tiny")
     usual = "64 to 8192 in powers of two, on a CPU 1,8"
     add("--tokens", type=_numbers, help=f"e.g. 64,256,1024; default {usual}")
-    add("--experts", type=_numbers, help="routed experts; default 64 and the model's, on a CPU those")
+    add(
+        "--experts",
+        type=_numbers,
+        help="routed experts; default 64 and the model's, on a CPU those",
+    )
     add(
         "--cases",
         type=_names,

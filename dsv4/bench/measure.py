@@ -94,7 +94,7 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
         "tokens": case.tokens,
         "backend": chosen,
         "reason": reason,
-        "bound_us": rates.bound_us(moved, problem.flops),
+        "bound_us": rates.bound_us(moved, _bfloat16_operations(problem)),
         "bytes": moved,
         "flops": problem.flops,
     }
@@ -107,6 +107,11 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
             return Row(us=None, **row)
     times = _times(case, problem, options)
     return Row(**{**row, **times, "copy_share": rates.copy_share(moved, times["us"])})
+
+
+def _bfloat16_operations(problem: Problem) -> int:
+    """Return the operations that tensor cores do in bfloat16 in the time of a problem's."""
+    return problem.flops // (2 if fp8.takes_fp8(problem) else 1)
 
 
 def explained(problem: Problem, backend: str) -> dispatch.Explanation:

@@ -15,7 +15,16 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dsv4.bench.baselines import flash_mla, fp8, inductor, liger, packed, plain, tile_kernels, torchao
+from dsv4.bench.baselines import (
+    flash_mla,
+    fp8,
+    inductor,
+    liger,
+    packed,
+    plain,
+    tile_kernels,
+    torchao,
+)
 from dsv4.bench.baselines._prepare import Baseline, Call, reasons
 from dsv4.bench.problem import Problem, UsageError
 

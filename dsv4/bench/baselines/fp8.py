@@ -53,7 +53,9 @@ def takes_fp8(problem: Problem) -> bool:
 def unnamed(op: str, problem: Problem, refused: Mapping[str, str]) -> dict[str, str]:
     """Return the reasons that a row says although nobody asked for these baselines by name."""
     known = BASELINES.get(op, {}) if takes_fp8(problem) else {}
-    return {name: why for name, why in refused.items() if name in known and _fits(known[name], problem)}
+    return {
+        name: why for name, why in refused.items() if name in known and _fits(known[name], problem)
+    }
 
 
 def _fits(baseline: Baseline, problem: Problem) -> bool:

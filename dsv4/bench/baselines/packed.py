@@ -118,9 +118,7 @@ def ends(values: torch.Tensor) -> torch.Tensor:
     return torch.cat((values[:_ROWS], values[-_ROWS:]))
 
 
-def require_close(
-    result: torch.Tensor, truth: torch.Tensor, tolerance: float = TOLERANCE
-) -> None:
+def require_close(result: torch.Tensor, truth: torch.Tensor, tolerance: float = TOLERANCE) -> None:
     """Raise ValueError if a difference's norm is more than ``tolerance`` times that of the truth."""
     error = float((result.float() - truth).norm() / truth.norm())
     if not error <= tolerance:

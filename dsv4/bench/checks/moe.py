@@ -51,9 +51,7 @@ def verify(layer: Layer, inputs: Inputs) -> dict[str, Verdict]:
     return verdicts
 
 
-def verify_gemm(
-    layer: Layer, inputs: Inputs, part: str, gemm: Problem, backend: str
-) -> Verdict:
+def verify_gemm(layer: Layer, inputs: Inputs, part: str, gemm: Problem, backend: str) -> Verdict:
     """Compare one of the two GEMMs, by a named implementation, with the float64 oracle.
 
     Args:

@@ -298,9 +298,7 @@ def block(layer: Layer, inputs: Inputs) -> torch.Tensor:
 def _own(layer: Layer, inputs: Inputs) -> Inputs:
     """Return the inputs sorted by this package."""
     rows, row_weight, offsets, positions = sort(layer, inputs)
-    own = dataclasses.replace(
-        inputs, row_weight=row_weight, offsets=offsets, positions=positions
-    )
+    own = dataclasses.replace(inputs, row_weight=row_weight, offsets=offsets, positions=positions)
     if isinstance(rows, QuantizedTensor):
         return dataclasses.replace(own, codes=rows)
     return dataclasses.replace(own, rows=rows)
