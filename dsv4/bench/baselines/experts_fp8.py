@@ -12,7 +12,6 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -144,12 +143,13 @@ def padded(offsets: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor
 
 def _placed(codes: QuantizedTensor, places: torch.Tensor, count: int) -> QuantizedTensor:
     """Return rows of codes at their places, zeros elsewhere; padding has the scale 2^-127."""
-    parts = []
-    for part in (codes.codes, codes.scales):
+
+    def placed(part: torch.Tensor) -> torch.Tensor:
         wide = torch.zeros((count, part.shape[1]), dtype=torch.uint8, device=part.device)
         wide[places] = part.view(torch.uint8)
-        parts.append(wide.view(part.dtype))
-    return QuantizedTensor(*parts, None, FP8_TOKEN)
+        return wide.view(part.dtype)
+
+    return dataclasses.replace(codes, codes=placed(codes.codes), scales=placed(codes.scales))
 
 
 def _compare(

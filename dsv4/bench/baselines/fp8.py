@@ -1,7 +1,7 @@
 """GEMMs with FP8 activations: this package's bfloat16 kernel, and FP8 GEMMs of libraries.
 
-All but the first take activations that are FP8 before the timed call, and are no equals of the
-operator where their names say "rate only". Seen with sgl-deep-gemm 0.2.5 and humming-kernels 0.1.19:
+Activations are FP8 before the timed call, except where a line says otherwise. Names with "rate
+only" are no equals of the operator. Written for sgl-deep-gemm 0.2.5 and humming-kernels 0.1.19:
 
 * ``this package (bf16 activations)`` multiplies the same weight with bfloat16 activations.
 * ``torch._scaled_mm`` has one scale for each operand, which is 1 here, and cuBLAS's fast sums.

@@ -119,7 +119,7 @@ def ends(values: torch.Tensor) -> torch.Tensor:
 
 
 def require_close(result: torch.Tensor, truth: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    """Raise ValueError if a difference's norm is more than ``tolerance`` times that of the truth."""
+    """Raise ValueError if the norm of the error is more than ``tolerance`` times the truth's."""
     error = float((result.float() - truth).norm() / truth.norm())
     if not error <= tolerance:
         raise ValueError(f"off by {error:.1e}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -158,7 +159,7 @@ def _verify_gate_up(layer: Layer, inputs: Inputs, inner: Operand) -> Iterator[Ve
         args = (_taken(operand, rows), weight, _all(rows), layer.config.swiglu_limit)
         actual = _taken(inner, rows)
         if isinstance(actual, torch.Tensor):
-            kwargs = {"activation": "bf16", "row_weight": row_weight}
+            kwargs: dict[str, Any] = {"activation": "bf16", "row_weight": row_weight}
             judge = fused_judges.grouped_gemm_swiglu
             yield _judged(Problem(ops.grouped_gemm_swiglu, args, kwargs, judge, 0), actual)
         else:

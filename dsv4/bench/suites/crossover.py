@@ -1,8 +1,9 @@
 """Measure from how many tokens on FP8 arithmetic is faster than the bfloat16 kernel, by shape.
 
-Both multiply the same weight, which is exact in FP8 and lies as layers pack it, and the same values:
-FP8 kernels take them as codes, as layers give them, bfloat16 kernels in bfloat16. Routed experts
-have uniform routing; their first GEMM includes SwiGLU and, in FP8, the rounding of its result.
+Both multiply the same weight, which is exact in FP8 and lies as layers pack it. Dense GEMMs and the
+second GEMM of routed experts have the same values in both forms: FP8 kernels take codes, as layers
+give them, bfloat16 kernels bfloat16. The first GEMM of experts rounds no rows in bfloat16; it
+includes SwiGLU and, in FP8, the rounding of its result. Routing is uniform.
 ``dsv4.cute.e4m3_costs`` has the estimates by which dispatch chooses.
 """
 

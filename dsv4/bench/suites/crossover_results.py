@@ -17,11 +17,11 @@ from dsv4.bench.tables import plain, wrapped
 SCHEMA = "dsv4.bench.crossover/1"
 OP, BFLOAT16 = "crossover", "bf16 kernel"
 EXPLAINED = (
-    "FP8 from: tokens from which FP8 arithmetic is faster, at this and all larger numbers that were "
-    "measured; estimate: the same by the dispatcher's estimated times; lost: the most by which the "
-    "form that the estimates choose takes longer than the other one, and where. Columns of tokens: "
-    "the bfloat16 kernel's time over FP8's. Activations are quantised before the timed call, and "
-    "the weights are cast from MXFP4."
+    "FP8 from: the number of tokens from which FP8 arithmetic is faster, there and at all larger "
+    "numbers that were measured; estimate: the same by the dispatcher's estimated times; lost: the "
+    "most by which the form that the estimates choose takes longer than the other one, and where. "
+    "Columns of tokens: the bfloat16 kernel's time over FP8's. Activations are quantised before "
+    "the timed call; the weights are mxfp4-cast (exact in FP8)."
 )
 _DIGITS = 4  # of a time in a file
 

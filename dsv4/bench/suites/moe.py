@@ -6,10 +6,12 @@ has its router and its shared expert, too, so its routing is the router's.
 
 Weights are packed for Hopper where they are whole tiles, activations bfloat16 or FP8, numerics
 DeepSeek's (the routing weight multiplies before the down projection). With FP8 activations the rows
-of the GEMMs are codes already, the weights are exact in FP8, and there is no row of the layer. A CUDA graph holds several calls, each
-with tokens and a routing of its own, and the L2 is cleared before a replay: a call finds
-weights in the cache only as far as its experts are those of the call before. Where a rest is asked
-for, everything is timed sustained and cooled down (``dsv4.bench.timing``), in separate rows.
+of the GEMMs are codes already, the weights are exact in FP8, and there is no row of the layer.
+
+A CUDA graph holds several calls, each with tokens and a routing of its own, and the L2 is cleared
+before a replay: a call finds weights in the cache only as far as its experts are those of the call
+before. Where a rest is asked for, everything is timed sustained and cooled down
+(``dsv4.bench.timing``), in separate rows.
 
 Layers, routings and parts are in ``moe_parts``, their checks in ``moe_checks``.
 """
@@ -26,9 +28,8 @@ import torch
 
 from dsv4 import dispatch, ops
 from dsv4.bench import timing
-from dsv4.bench.baselines import check_names, is_among
+from dsv4.bench.baselines import check_names, experts_fp8, is_among
 from dsv4.bench.baselines import experts as moe_baselines
-from dsv4.bench.baselines import experts_fp8
 from dsv4.bench.cases.own import Shape
 from dsv4.bench.checks import moe as moe_checks
 from dsv4.bench.environment import Rates

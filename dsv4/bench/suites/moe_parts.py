@@ -245,9 +245,11 @@ def gate_up(layer: Layer, inputs: Inputs) -> Operand:
     limit, row_weight = layer.config.swiglu_limit, inputs.row_weight
     if layer.activation == FP8:
         assert inputs.codes is not None
-        operands = (inputs.codes, layer.gate_up, inputs.offsets, limit)
-        layout = code_layout(layer.down)
-        return ops.grouped_gemm_swiglu_fp8(*operands, row_weight=row_weight, result_layout=layout)
+        return ops.grouped_gemm_swiglu_fp8(
+            *(inputs.codes, layer.gate_up, inputs.offsets, limit),
+            row_weight=row_weight,
+            result_layout=code_layout(layer.down),
+        )
     operands = (inputs.rows, layer.gate_up, inputs.offsets, limit)
     return ops.grouped_gemm_swiglu(*operands, row_weight=row_weight)
 
