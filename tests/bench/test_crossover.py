@@ -249,9 +249,9 @@ def request(**changes) -> crossover.Request:
 
 
 def test_gemms_of_published_models():
-    found = crossover.subjects(request())
-    assert [s.name for s in found][:3] == ["flash q_b", "flash o_b", "flash gate_up"]
-    assert {s.shape["E"] for s in found if "experts" in s.name} == {64, 256, 384}
+    every = crossover.subjects(request())
+    assert [s.name for s in every][:3] == ["flash q_b", "flash o_b", "flash gate_up"]
+    assert {s.shape["E"] for s in every if "experts" in s.name} == {64, 256, 384}
     own = crossover.subjects(request(experts=[32], patterns=["pro experts *"]))
     assert [(s.name, s.shape["E"], s.shape["k"]) for s in own] == [
         ("pro experts gate_up", 32, 6),

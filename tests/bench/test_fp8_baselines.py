@@ -82,9 +82,7 @@ def _values(codes: torch.Tensor, scales: torch.Tensor, rows: int = 1) -> torch.T
     assert scales.dtype == torch.float32
     if rows == 1:
         assert (scales.stride(0), scales.stride(1) % 4) == (1, 0), "not as TMA copies read them"
-    assert tuple(scales.shape) == tuple(
-        -(-n // d) for n, d in zip(codes.shape, (rows, 128), strict=True)
-    )
+    assert tuple(scales.shape) == (-(-codes.shape[0] // rows), -(-codes.shape[1] // 128))
     wide = scales.repeat_interleave(rows, 0)[: len(codes)].repeat_interleave(128, 1)
     return codes.float() * wide[:, : codes.shape[1]]
 
@@ -200,11 +198,11 @@ def test_the_bound_counts_the_rate_of_fp8():
 )
 def test_experts_begin_at_multiples(counts: list[int], step: int):
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
-    places, expert_of_row = experts_fp8.padded(offsets, step)
-    assert len(places) == sum(counts)
-    assert len(places.unique()) == len(places)
+    slots, expert_of_row = experts_fp8.padded(offsets, step)
+    assert len(slots) == sum(counts)
+    assert len(slots.unique()) == len(slots)
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
-        own = places[start:end]
+        own = slots[start:end]
         assert torch.equal(own, own[:1] + torch.arange(end - start))
         assert bool((own[:1] % step == 0).all())
         assert bool((expert_of_row[own] == expert).all())

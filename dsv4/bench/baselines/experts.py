@@ -118,8 +118,8 @@ def of_expert(weight: QuantizedTensor, expert: int, scales: str) -> QuantizedTen
     if scales == ALL:
         return matrix
     first = matrix.global_scale[:1].contiguous()
-    one = first if scales == FIRST else torch.ones_like(first)
-    return dataclasses.replace(matrix, global_scale=one)
+    scale = first if scales == FIRST else torch.ones_like(first)
+    return dataclasses.replace(matrix, global_scale=scale)
 
 
 def _dense(weight: QuantizedTensor, expert: int, scales: str) -> torch.Tensor:

@@ -77,9 +77,9 @@ def deep_gemm(gate_up: QuantizedTensor, down: QuantizedTensor) -> experts.Operan
     step = int(library.get_mk_alignment_for_contiguous_layout())
 
     def call_of(x: torch.Tensor, offsets: torch.Tensor, weight: QuantizedTensor) -> _Call:
-        places, expert_of_row = padded(offsets, step)
+        slots, expert_of_row = padded(offsets, step)
         rows = ops.quantize(x, FP8_TOKEN)
-        codes = _placed(rows, places, len(expert_of_row))
+        codes = _placed(rows, slots, len(expert_of_row))
         left = (codes.codes, columns_first(codes.scales.float()))
         right = (weight.codes, weight.scales.float())
         out = x.new_empty((len(expert_of_row), weight.rows), dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def deep_gemm(gate_up: QuantizedTensor, down: QuantizedTensor) -> experts.Operan
             library.m_grouped_fp8_gemm_nt_contiguous(left, right, out, expert_of_row)
             return out
 
-        _compare(call()[places], rows, offsets, weight)
+        _compare(call()[slots], rows, offsets, weight)
         return call
 
     def calls(rows: torch.Tensor, offsets: torch.Tensor) -> tuple[_Call, _Call]:
@@ -129,24 +129,24 @@ def padded(offsets: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor
         is.
     """
     bounds = offsets.tolist()
-    places, experts_of, begin = [], [], 0
+    slots, experts_of, begin = [], [], 0
     for expert, (start, end) in enumerate(pairwise(bounds)):
         count = -(-(end - start) // step) * step
-        places.append(torch.arange(begin, begin + end - start))
+        slots.append(torch.arange(begin, begin + end - start))
         owner = torch.full((count,), -1, dtype=torch.int32)
         owner[: end - start] = expert
         experts_of.append(owner)
         begin += count
     device = offsets.device
-    return torch.cat(places).to(device), torch.cat(experts_of).to(device)
+    return torch.cat(slots).to(device), torch.cat(experts_of).to(device)
 
 
-def _placed(codes: QuantizedTensor, places: torch.Tensor, count: int) -> QuantizedTensor:
-    """Return rows of codes at their places, zeros elsewhere; padding has the scale 2^-127."""
+def _placed(codes: QuantizedTensor, slots: torch.Tensor, count: int) -> QuantizedTensor:
+    """Return rows of codes at their slots, zeros elsewhere; padding has the scale 2^-127."""
 
     def placed(part: torch.Tensor) -> torch.Tensor:
         wide = torch.zeros((count, part.shape[1]), dtype=torch.uint8, device=part.device)
-        wide[places] = part.view(torch.uint8)
+        wide[slots] = part.view(torch.uint8)
         return wide.view(part.dtype)
 
     return dataclasses.replace(codes, codes=placed(codes.codes), scales=placed(codes.scales))

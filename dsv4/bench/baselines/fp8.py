@@ -83,8 +83,7 @@ class ForFp8:
             refuse("the activations are not FP8")
             return None
         if not self.takes(problem):
-            found = problem.args[1].format.name
-            refuse(f"the weight is in {found!r}, wanted {self.weight!r}")
+            refuse(f"the weight is in {problem.args[1].format.name!r}, wanted {self.weight!r}")
             return None
         return FromLibrary(self.module, self.prepare)(problem)
 
@@ -135,8 +134,8 @@ def _scaled_mm(library: Any, args: GemmArgs) -> Call:
         codes = weight.codes
     else:
         codes = once(args.codes, "E4M3", lambda: to_e4m3(weight))
-    one = torch.ones((), device=x.device)
-    kind = {"scale_a": one, "scale_b": one, "out_dtype": args.out_dtype, "use_fast_accum": True}
+    scale = torch.ones((), device=x.device)
+    kind = {"scale_a": scale, "scale_b": scale, "out_dtype": args.out_dtype, "use_fast_accum": True}
     return lambda: library._scaled_mm(x, codes.T, **kind)
 
 
