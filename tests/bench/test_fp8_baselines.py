@@ -334,3 +334,20 @@ def test_an_unknown_activation_is_refused(capsys):
     assert "--activation is 'nvfp4', wanted one of bf16, fp8" in capsys.readouterr().err
     assert main(["moe", "--device", "cpu", "--baselines", "DeepGEMM"]) == 2
     assert "--baselines has 'DeepGEMM', wanted some of torch._grouped_mm" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_rows_with_fp8_activations_on_a_gpu(tmp_path: Path):
+    """Small experts and a small matrix: right, and each baseline has a time or a reason."""
+    sizes = ["--shape", "E=8,H=512,I=256,k=2", "--routings", "uniform", "--tokens", "300"]
+    path, quick = tmp_path / "m.json", ["--repeat", "2", "--json"]
+    assert main(["moe", "--activation", "fp8", *sizes, *quick, str(path)]) == 0
+    (pair,) = (row for row in rows_of(path) if " pair " in row["case"])
+    for name in experts_fp8.BASELINES:
+        assert (name in pair["baselines"]) != (name in pair["message"]), name
+    assert pair["baselines"][fp8.OWN] > 0
+    matrix = ["--shape", "N=512,K=512", "--tokens", "300", "--cases", "*w?a8*"]
+    assert main(["run", "gemm", *matrix, *quick, str(path)]) == 0
+    for row in rows_of(path):
+        assert fp8.OWN in row["baselines"]
+        assert (fp8.SCALED_MM in row["baselines"]) != (fp8.SCALED_MM in row["message"])
