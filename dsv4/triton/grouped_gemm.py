@@ -22,11 +22,11 @@ from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.quantize import QuantizeNvfp4Args, bfloat16_operand, block_values, fp8_values
 from dsv4.quant import formats
-from dsv4.triton._lib.expert_tiles import store_zeros, tile_of_expert
+from dsv4.triton._lib.expert_tiles import find_tile_of_expert, store_zeros, tile_of_expert
 from dsv4.triton._lib.gemm_tiles import store_result
 from dsv4.triton._lib.numerics import wait_for_inputs
 from dsv4.triton._lib.packed_plan import Weight, grouped_plan
-from dsv4.triton._lib.packed_weights import FRAGMENTS, packed_sum, sums_in_turn
+from dsv4.triton._lib.packed_weights import FRAGMENTS, packed_sum, sums_of_groups
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.gemm_packed import (
@@ -43,6 +43,72 @@ _AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs
 Multiply = Callable[
     [_AnyArgs, torch.Tensor, torch.Tensor | None, float | None, dict[str, Any]], None
 ]
+
+
+# Registers of a thread of an overlapped tile: two programs of 256 threads fit on an SM.
+_REGISTERS = 128
+
+
+@triton.jit
+def _store_products(
+    matrix,
+    weight_scale,
+    activations,
+    out,
+    sizes,
+    tile,
+    rows_of_x,
+    limit,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+):
+    """Multiply TILES row tiles from ``tile`` on by groups of rows of x, and store the products.
+
+    Args:
+        matrix: Pointers to the expert's codes and scales.
+        weight_scale: The weight's global scales, their number before the expert's, and the first
+            rows of its second, third and fourth segments.
+        activations: x, its stride, and scales and weights of its rows.
+        out: The output.
+        sizes: Rows of the matrix, and its columns by 64.
+        tile: First row tile.
+        rows_of_x: First row, and the row after the expert's last.
+        limit: Clamp of SwiGLU.
+        GROUPS: Rows of x in each group.
+    """
+    codes, scales = matrix
+    global_scale, scales_before, cut0, cut1, cut2 = weight_scale
+    x, x_stride, row_scale, row_weight = activations
+    rows, k_tiles = sizes
+    start, end = rows_of_x
+    tokens, offsets, inside = (), (), ()
+    for i in tl.static_range(len(GROUPS)):
+        token = start + tl.arange(0, GROUPS[i])
+        inside += (token < end,)  # type: ignore[assignment]
+        token = tl.minimum(token, end - 1).to(tl.int64)
+        tokens += (token,)  # type: ignore[assignment]
+        offsets += (token * x_stride,)  # type: ignore[assignment]
+        start += GROUPS[i]
+    totals = sums_of_groups(codes, scales, x, offsets, tile, rows // 16, k_tiles, TILES, STAGES)
+    for i in tl.static_range(len(GROUPS)):
+        store_result(
+            totals[i],
+            (global_scale + scales_before if SCALES else global_scale, cut0, cut1, cut2),
+            (16 * tile, rows, 0),
+            (x, offsets[i], k_tiles * 64),
+            (row_scale, row_weight),
+            (out, tokens[i], inside[i]),
+            limit,
+            SCALES,
+            SWIGLU,
+            CLAMPED,
+            UNBOUNDED,
+        )
 
 
 @fast_launch
@@ -91,6 +157,7 @@ def _grouped_kernel(
     PARTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """16 TILES rows of one expert's weight by TOKENS of its rows of ``x``, or those of no expert.
@@ -98,12 +165,17 @@ def _grouped_kernel(
     ``code_blocks``, ``scale_blocks`` and ``scale_count`` are an expert's codes in blocks of 128
     words, its block scales in blocks of 16 words, and its number of global scales. Blocks tell the
     compiler the alignment: of counts in words it loads 4 bytes at a time, not 16. EXPERTS is a
-    power of two above ``experts``.
+    power of two above ``experts``. OVERLAPPED is ``PackedPlan.is_overlapped``.
     """
     wait_for_inputs(PDL)
     ROWS: tl.constexpr = 16 * TILES
     first, position = tl.program_id(0) * ROWS, tl.program_id(1)
-    expert, start, end = tile_of_expert(offsets, position, tokens, experts, EXPERTS, TOKENS)
+    if OVERLAPPED:
+        expert, start, end = find_tile_of_expert(
+            offsets, position, tokens, experts, EXPERTS, TOKENS
+        )
+    else:
+        expert, start, end = tile_of_expert(offsets, position, tokens, experts, EXPERTS, TOKENS)
     if expert <= experts:
         token = start + tl.arange(0, TOKENS)
         inside = token < end
@@ -111,321 +183,84 @@ def _grouped_kernel(
         token = tl.minimum(token, end - 1).to(tl.int64)
         if expert < experts:
             mine = expert.to(tl.int64)
-            total = packed_sum(
-                codes + mine * (code_blocks * 128),
-                scales + mine * (scale_blocks * 16),
-                x,
-                token * x_stride,
-                tl.program_id(0) * TILES,
-                rows // 16,
-                k_tiles,
-                0,
-                k_tiles,
-                LAYOUT,
-                TILES,
-                TOKENS,
-                PARTS,
-                BLOCKS,
-                STAGES,
-            )
-            store_result(
-                total,
-                (global_scale + mine * scale_count if SCALES else global_scale, cut0, cut1, cut2),
-                (first, rows, 0),
-                (x, token * x_stride, k_tiles * 64),
-                (row_scale, row_weight),
-                (out, token, inside),
-                limit,
-                SCALES,
-                SWIGLU,
-                CLAMPED,
-                UNBOUNDED,
-            )
+            if OVERLAPPED:
+                matrix = (codes + mine * (code_blocks * 128), scales + mine * (scale_blocks * 16))
+                weight_scale = (global_scale, mine * scale_count, cut0, cut1, cut2)
+                activations, sizes = (x, x_stride, row_scale, row_weight), (rows, k_tiles)
+                if end - start <= TOKENS // 2 + TOKENS // 4:
+                    _store_products(
+                        matrix,
+                        weight_scale,
+                        activations,
+                        out,
+                        sizes,
+                        tl.program_id(0) * TILES,
+                        (start, end),
+                        limit,
+                        (TOKENS // 2, TOKENS // 4),
+                        TILES,
+                        STAGES,
+                        SCALES,
+                        SWIGLU,
+                        CLAMPED,
+                        UNBOUNDED,
+                    )
+                else:
+                    _store_products(
+                        matrix,
+                        weight_scale,
+                        activations,
+                        out,
+                        sizes,
+                        tl.program_id(0) * TILES,
+                        (start, end),
+                        limit,
+                        (TOKENS,),
+                        TILES,
+                        STAGES,
+                        SCALES,
+                        SWIGLU,
+                        CLAMPED,
+                        UNBOUNDED,
+                    )
+            else:
+                total = packed_sum(
+                    codes + mine * (code_blocks * 128),
+                    scales + mine * (scale_blocks * 16),
+                    x,
+                    token * x_stride,
+                    tl.program_id(0) * TILES,
+                    rows // 16,
+                    k_tiles,
+                    0,
+                    k_tiles,
+                    LAYOUT,
+                    TILES,
+                    TOKENS,
+                    PARTS,
+                    BLOCKS,
+                    STAGES,
+                )
+                store_result(
+                    total,
+                    (
+                        global_scale + mine * scale_count if SCALES else global_scale,
+                        cut0,
+                        cut1,
+                        cut2,
+                    ),
+                    (first, rows, 0),
+                    (x, token * x_stride, k_tiles * 64),
+                    (row_scale, row_weight),
+                    (out, token, inside),
+                    limit,
+                    SCALES,
+                    SWIGLU,
+                    CLAMPED,
+                    UNBOUNDED,
+                )
         else:
             store_zeros(out, token, inside, tl.program_id(0), rows, ROWS, SWIGLU)
-
-
-@triton.jit
-def _find(offsets, position, tokens, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Results of ``tile_of_expert``, by two loads in place of two sums over experts."""
-    number = tl.arange(0, EXPERTS)
-    starts = tl.load(offsets + number, mask=number <= experts, other=0)
-    ends = tl.load(offsets + number + 1, mask=number < experts, other=tokens)
-    counts = tl.where(number <= experts, (ends - starts + (TOKENS - 1)) // TOKENS, 0)
-    tiles_to = tl.cumsum(counts, 0)
-    is_before = tiles_to <= position
-    expert = tl.sum(is_before.to(tl.int32), 0)
-    start, end = 0, 0
-    if expert <= experts:
-        before = tl.max(tl.where(is_before, tiles_to, 0), 0)
-        start = tl.load(offsets + expert) + (position - before) * TOKENS
-        end = tl.load(offsets + expert + 1, mask=expert < experts, other=tokens)
-    return expert, start, end
-
-
-@triton.jit
-def _store_in_turn(
-    matrix,
-    weight_scale,
-    operands,
-    tokens,
-    inside,
-    sizes,
-    tile,
-    limit,
-    PARTS: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    PINNED: tl.constexpr,
-    SCALES: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
-):
-    """Multiply an expert's row tiles by groups of its tokens, and store the results."""
-    codes, scales = matrix
-    x, x_stride, row_scale, row_weight, out = operands
-    rows, k_tiles = sizes
-    GROUPS: tl.constexpr = len(tokens)
-    offset = ()
-    for group in tl.static_range(GROUPS):
-        offset += (tokens[group] * x_stride,)  # type: ignore[assignment]
-    totals = sums_in_turn(
-        codes,
-        scales,
-        x,
-        offset,
-        inside,
-        tile,
-        rows // 16,
-        k_tiles,
-        TILES,
-        PARTS,
-        STAGES,
-        MASKED,
-        PINNED,
-    )
-    for number in tl.static_range(PARTS * GROUPS):
-        group = number % GROUPS
-        store_result(
-            totals[number] * 128.0,
-            weight_scale,
-            (16 * (tile + number // GROUPS * (TILES // PARTS)), rows, 0),
-            (x, offset[number % GROUPS], k_tiles * 64),
-            (row_scale, row_weight),
-            (out, tokens[number % GROUPS], inside[number % GROUPS]),
-            limit,
-            SCALES,
-            SWIGLU,
-            CLAMPED,
-            UNBOUNDED,
-        )
-
-
-@triton.jit
-def _wide_tile(
-    matrix,
-    weight_scale,
-    operands,
-    offsets,
-    sizes,
-    counts,
-    program,
-    position,
-    limit,
-    SCALES: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TILES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PARTS: tl.constexpr,
-    NARROW: tl.constexpr,
-    MASKED: tl.constexpr,
-    PINNED: tl.constexpr,
-    QUICK: tl.constexpr,
-):
-    codes, scales = matrix
-    global_scale, cut0, cut1, cut2 = weight_scale
-    x, x_stride, row_scale, row_weight, out = operands
-    rows, k_tiles = sizes
-    tokens, experts, code_blocks, scale_blocks, scale_count = counts
-    if QUICK:
-        expert, start, end = _find(offsets, position, tokens, experts, EXPERTS, TOKENS)
-    else:
-        expert, start, end = tile_of_expert(offsets, position, tokens, experts, EXPERTS, TOKENS)
-    if expert < experts:
-        mine = expert.to(tl.int64)
-        own = (codes + mine * (code_blocks * 128), scales + mine * (scale_blocks * 16))
-        own_scale = global_scale + mine * scale_count if SCALES else global_scale
-        if NARROW and end - start <= TOKENS * 3 // 4:
-            low = start + tl.arange(0, TOKENS // 2)
-            high = start + TOKENS // 2 + tl.arange(0, TOKENS // 4)
-            _store_in_turn(
-                own,
-                (own_scale, cut0, cut1, cut2),
-                operands,
-                (tl.minimum(low, end - 1).to(tl.int64), tl.minimum(high, end - 1).to(tl.int64)),
-                (low < end, high < end),
-                sizes,
-                program * TILES,
-                limit,
-                PARTS,
-                TILES,
-                STAGES,
-                MASKED,
-                PINNED,
-                SCALES,
-                SWIGLU,
-                CLAMPED,
-                UNBOUNDED,
-            )
-        else:
-            token = start + tl.arange(0, TOKENS)
-            _store_in_turn(
-                own,
-                (own_scale, cut0, cut1, cut2),
-                operands,
-                (tl.minimum(token, end - 1).to(tl.int64),),
-                (token < end,),
-                sizes,
-                program * TILES,
-                limit,
-                PARTS,
-                TILES,
-                STAGES,
-                MASKED,
-                PINNED,
-                SCALES,
-                SWIGLU,
-                CLAMPED,
-                UNBOUNDED,
-            )
-    elif expert == experts:
-        token = start + tl.arange(0, TOKENS)
-        at = tl.minimum(token, end - 1).to(tl.int64)
-        store_zeros(out, at, token < end, program, rows, 16 * TILES, SWIGLU)
-
-
-@fast_launch
-@triton.jit(
-    do_not_specialize=[
-        "tokens",
-        "experts",
-        "k_tiles",
-        "code_blocks",
-        "scale_blocks",
-        "scale_count",
-        "cut0",
-        "cut1",
-        "cut2",
-    ]
-)
-def _wide_kernel(
-    x,
-    x_stride,
-    codes,
-    scales,
-    global_scale,
-    row_scale,
-    row_weight,
-    out,
-    offsets,
-    tokens,
-    experts,
-    rows,
-    k_tiles,
-    code_blocks,
-    scale_blocks,
-    scale_count,
-    cut0,
-    cut1,
-    cut2,
-    limit,
-    LAYOUT: tl.constexpr,
-    SCALES: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TILES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    HALVES: tl.constexpr,
-    NARROW: tl.constexpr,
-    MASKED: tl.constexpr,
-    PINNED: tl.constexpr,
-    QUICK: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-):
-    """``_grouped_kernel`` for many rows of each expert and weights in fragments, for Hopper."""
-    wait_for_inputs(PDL)
-    matrix, operands = (codes, scales), (x, x_stride, row_scale, row_weight, out)
-    weight_scale, sizes = (global_scale, cut0, cut1, cut2), (rows, k_tiles)
-    counts = (tokens, experts, code_blocks, scale_blocks, scale_count)
-    if PERSISTENT:
-        number = tl.arange(0, EXPERTS)
-        starts = tl.load(offsets + number, mask=number <= experts, other=0)
-        ends = tl.load(offsets + number + 1, mask=number < experts, other=tokens)
-        filled = tl.where(number <= experts, (ends - starts + (TOKENS - 1)) // TOKENS, 0)
-        high = (rows // 16 + TILES - 1) // TILES
-        works = tl.sum(filled, 0) * high
-        for work in tl.range(tl.program_id(0), works, tl.num_programs(0), num_stages=1):
-            _wide_tile(
-                matrix,
-                weight_scale,
-                operands,
-                offsets,
-                sizes,
-                counts,
-                work % high,
-                work // high,
-                limit,
-                SCALES,
-                SWIGLU,
-                CLAMPED,
-                UNBOUNDED,
-                EXPERTS,
-                TILES,
-                TOKENS,
-                STAGES,
-                HALVES,
-                NARROW,
-                MASKED,
-                PINNED,
-                QUICK,
-            )
-    else:
-        _wide_tile(
-            matrix,
-            weight_scale,
-            operands,
-            offsets,
-            sizes,
-            counts,
-            tl.program_id(0),
-            tl.program_id(1),
-            limit,
-            SCALES,
-            SWIGLU,
-            CLAMPED,
-            UNBOUNDED,
-            EXPERTS,
-            TILES,
-            TOKENS,
-            STAGES,
-            HALVES,
-            NARROW,
-            MASKED,
-            PINNED,
-            QUICK,
-        )
 
 
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -509,6 +344,7 @@ def _multiply(
     weight = Weight(rows, columns, layout == FRAGMENTS)
     sms = launch_options.sm_count(x.device)
     cut = grouped_plan(weight, *chosen_for(args), sms, has_wgmma(x))
+    assert weight.is_fragments or not cut.is_overlapped
     scale = GlobalScale.of(args.global_scale, args.segments, rows)
     assert args.scales is not None
     scales = scale_words(args.scales, layout)
@@ -542,7 +378,9 @@ def _multiply(
             PARTS=cut.parts,
             BLOCKS=cut.blocks,
             STAGES=cut.stages,
+            OVERLAPPED=cut.is_overlapped,
             num_warps=cut.warps,
+            **({"maxnreg": _REGISTERS} if cut.is_overlapped else {}),
             **options,
             **launch_options.options(x),
         )

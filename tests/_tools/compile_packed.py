@@ -7,7 +7,9 @@ program prints one line of JSON per compiled kernel, like ``tests._tools.compile
 has the kernel's constants and, where the weight is in fragments, ``spills`` (loads and stores of
 local memory in its machine code), ``exchanges`` (stores to shared memory, and shuffles; such a
 weight needs none before its sum is complete; of one stage, x passes through shared memory in the
-loop) and ``narrow`` (loads from global memory in the loop of less than 8 bytes a thread).
+loop), ``narrow`` (loads from global memory in the loop of less than 8 bytes a thread), ``reloads``
+(accesses to local memory in the loop), ``products`` (Hopper's asynchronous ones) and ``stops``
+(waits until all of them have ended).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from tests._tools.other_gpu import replace_launches
 DENSE = ((4096, 4096), (32768, 1024), (8192, 1024), (512, 4096))
 EXPERTS = ((256, 4096, 4096), (256, 4096, 2048), (384, 7168, 3072))
 TOKENS = (1, 16, 24, 64, 512, 4096)
-_CONSTANTS = ("LAYOUT", "TILES", "TOKENS", "BLOCKS", "STAGES", "PREFETCHED", "JOINED")
+_CONSTANTS = ("LAYOUT", "TILES", "TOKENS", "BLOCKS", "STAGES", "PREFETCHED", "JOINED", "OVERLAPPED")
 
 
 def _weight(shape: tuple[int, ...], layout: str) -> QuantizedTensor:
@@ -117,6 +119,9 @@ def _counts(kernel) -> dict[str, int]:
         "spills": local,
         "exchanges": len(re.findall(r"\b(?:STS|SHFL|STSM)\b", loop)),
         "narrow": sum(re.search(r"\.(?:64|128)\b", load) is None for load in loads),
+        "reloads": len(re.findall(r"\b(?:LDL|STL)\b", loop)),
+        "products": listing.count("HGMMA."),
+        "stops": len(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", listing)),
     }
 
 

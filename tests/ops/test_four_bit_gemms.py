@@ -67,6 +67,9 @@ PLANS = [
     PackedPlan(8, 256, 1, 8, 3, 4),
 ]
 
+# Of experts alone; with at most 3/4 of its tokens it multiplies no more.
+OVERLAPPED = PackedPlan(4, 32, 1, 4, 3, 2, is_overlapped=True)
+
 
 def quantized(values, *args, **options):
     """By the reference: the interpreter took a third of this module's time for the weights."""
@@ -451,7 +454,7 @@ class TestExperts:
             assert bool(first[3].isnan().all())
             assert_bitwise(first[keep], other[keep], "the other rows")
 
-    @pytest.mark.parametrize("plan", PLANS, ids=repr)
+    @pytest.mark.parametrize("plan", [*PLANS, OVERLAPPED], ids=repr)
     def test_every_tiling_is_exact(self, device, monkeypatch, plan):
         """Integers; experts of one row, of none, and of one more than a tile; many of no expert."""
         whole = dataclasses.replace(plan, length=4, splits=1)
@@ -470,6 +473,70 @@ class TestExperts:
         expected = torch.einsum("rk,rnk->rn", x[:end].double(), dense[expert])
         assert_bitwise(got[:end], expected.float(), "product")
         assert not got[end:].any()
+
+    def test_an_overlapped_tile_has_the_bits_of_the_other(self, device, monkeypatch):
+        """With as many rows as fill it, or its groups, and one more; with bad rows.
+
+        Of integers, because the interpreter's sums depend on the number of tokens.
+        """
+        counts = [23, 24, 0, 25, 56]
+        weight = weight_of(1, (len(counts), 48, 128), device, scales="segments")
+        x, offsets = sorted_rows(2, counts, 34, 128, device)
+        x = strategies.small_integers(3, x.shape, torch.bfloat16).to(device)
+        bad = [30, 48, sum(counts) - 1]
+        x[bad[0], 5], x[bad[1], 127], x[bad[2], 64] = math.inf, math.nan, -math.inf
+        weights = row_weights(3, x, True)
+
+        def both(is_overlapped):
+            plan = dataclasses.replace(OVERLAPPED, is_overlapped=is_overlapped)
+            monkeypatch.setattr(grouped_module, "grouped_plan", lambda *_: plan)
+            how = {"out_dtype": torch.float32, "backend": "triton"}
+            plain = grouped_gemm(x, weight, offsets, **how)
+            return plain, grouped_gemm_swiglu(x, weight, offsets, 10.0, row_weight=weights, **how)
+
+        for got, expected in zip(both(True), both(False), strict=True):
+            assert got.isnan().all(1).nonzero().flatten().tolist() == bad
+            assert_bitwise(got.nan_to_num(7.0), expected.nan_to_num(7.0), "product")
+            assert bool((got.isnan() == expected.isnan()).all())
+            assert_zeros_from(got, sum(counts))
+
+    @pytest.mark.gpu
+    def test_overlapped_tiles_of_256_experts(self, monkeypatch):
+        """The plan of Hopper, and its bits in the tiles of other GPUs; also replays of a graph."""
+        generator = strategies.generator(0)
+        counts = torch.randint(0, 230, (256,), generator=generator)
+        counts[:12] = torch.tensor([0, 1, 63, 64, 65, 95, 96, 97, 127, 128, 129, 224])
+        rows = int(counts.sum()) + 200
+        weight = weight_of(1, (256, 272, 512), "cuda")
+        x, offsets = sorted_rows(2, counts.tolist(), 200, 512, torch.device("cuda"))
+        bad = [150, rows // 2, rows - 300]
+        x[bad[0], 5], x[bad[1], 511], x[bad[2], 64] = math.inf, math.nan, -math.inf
+        sizes = Weight(272, 512, is_fragments=True)
+        overlapped = grouped_plan(sizes, rows, 256, 132, has_wgmma=True)
+        assert overlapped.is_overlapped
+        other = grouped_plan(sizes, rows, 256, 132, has_wgmma=False)
+        assert (other.tokens, other.is_overlapped) == (overlapped.tokens, False)
+
+        def both(plan):
+            monkeypatch.setattr(grouped_module, "grouped_plan", lambda *_: plan)
+            plain = grouped_gemm(x, weight, offsets, backend="triton")
+            return plain, grouped_gemm_swiglu(x, weight, offsets, 10.0, backend="triton")
+
+        expected = [result.nan_to_num(7.0) for result in both(other)]
+        results = both(overlapped)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = both(overlapped)
+        for _ in range(20):
+            for got in captured:
+                got.zero_()
+            graph.replay()
+            for got, want in zip(captured, expected, strict=True):
+                assert got.isnan().all(1).nonzero().flatten().tolist() == bad
+                assert_bitwise(got.nan_to_num(7.0), want, "product")
+                assert_zeros_from(got, int(counts.sum()))
+        for got, want in zip(results, expected, strict=True):
+            assert_bitwise(got.nan_to_num(7.0), want, "product")
 
     def test_no_rows(self, device):
         weight = weight_of(0, (3, 32, 128), device)
@@ -546,6 +613,21 @@ class TestPlans:
             most = 227 if plan.tokens == 256 else 99
             assert stage * plan.stages <= most * 1024
         assert plans[1].splits == 1
+        assert not plans[1].is_overlapped or (has_wgmma and is_fragments)
+
+    @pytest.mark.parametrize(
+        ("rows", "is_overlapped"), [(80, False), (81, True), (1023, True), (1024, False)]
+    )
+    def test_many_rows_of_each_expert_overlap_on_hopper(self, rows, is_overlapped):
+        """Two programs fit an SM: its 228 KB hold what both take and 1 KB for each."""
+        weight = Weight(4096, 4096, is_fragments=True)
+        plan = grouped_plan(weight, 256 * rows, 256, 132, has_wgmma=True)
+        assert plan.is_overlapped == is_overlapped
+        shared = (768 * plan.tiles + 128 * plan.tokens) * plan.stages
+        assert not is_overlapped or 2 * (shared + 1024) <= 228 * 1024
+        for other in (Weight(4096, 4096, is_fragments=False), weight):
+            has_wgmma = not other.is_fragments
+            assert not grouped_plan(other, 256 * rows, 256, 132, has_wgmma).is_overlapped
 
 
 class TestDispatch:

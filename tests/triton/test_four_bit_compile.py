@@ -57,5 +57,14 @@ def test_every_kernel_compiles_and_fits(arch, how):
             assert kernel["narrow"] == 0, kernel  # the compiler knows how operands are aligned
         # Weights come while the preceding kernel ends, where programs leave it room.
         assert kernel["prefetches"] == (arch >= 90 and kernel.get("PREFETCHED", 0) > 0), kernel
+    overlapped = [kernel for kernel in kernels if kernel.get("OVERLAPPED")]
+    assert bool(overlapped) == (arch == 90)
+    for kernel in overlapped:
+        # Two programs on an SM, which reserves 1 KB of its 228 for each.
+        assert 2 * kernel["registers"] * kernel["threads"] <= REGISTER_FILE, kernel
+        assert 2 * (kernel["shared"] + 1024) <= 228 * 1024, kernel
+        assert kernel["reloads"] == 0, kernel
+        # A block of 64 columns is four products; the assembler lets none wait for another.
+        assert 4 * kernel["stops"] <= kernel["products"] > 0, kernel
     assert any(kernel.get("JOINED") for kernel in kernels)
     assert arch != 90 or any(kernel.get("PREFETCHED") for kernel in kernels)

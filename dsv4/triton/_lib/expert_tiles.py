@@ -30,6 +30,29 @@ def tile_of_expert(offsets, position, tokens, experts, EXPERTS: tl.constexpr, TO
 
 
 @triton.jit
+def find_tile_of_expert(
+    offsets, position, tokens, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Results of ``tile_of_expert``, of which the last two are loaded, not summed over experts.
+
+    Without a tile, they are 0.
+    """
+    number = tl.arange(0, EXPERTS)
+    starts = tl.load(offsets + number, mask=number <= experts, other=0)
+    ends = tl.load(offsets + number + 1, mask=number < experts, other=tokens)
+    counts = tl.where(number <= experts, (ends - starts + (TOKENS - 1)) // TOKENS, 0)
+    tiles_to = tl.cumsum(counts, 0)
+    is_before = tiles_to <= position
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    start, end = 0, 0
+    if expert <= experts:
+        before = tl.max(tl.where(is_before, tiles_to, 0), 0)
+        start = tl.load(offsets + expert) + (position - before) * TOKENS
+        end = tl.load(offsets + expert + 1, mask=expert < experts, other=tokens)
+    return expert, start, end
+
+
+@triton.jit
 def store_zeros(out, token, inside, tile, rows, ROWS: tl.constexpr, SWIGLU: tl.constexpr):
     """Store zeros as the results of ROWS rows of the weight: those of rows of no expert.
 

@@ -231,144 +231,41 @@ def _sum_from_registers(
 
 
 @triton.jit
-def _ended(total, words, k):
-    """``total`` of a ``dot`` once it is summed; until then no register of ``words`` is reused.
-
-    The condition is always true. Triton waits for a dot that the loop uses right after it, but not
-    for one that a branch uses; LLVM then removes the condition.
-    """
-    if INTERPRETED:
-        return total
-    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        if (k & 1) < 2:
-            tl.inline_asm_elementwise(
-                "wgmma.wait_group.sync.aligned 0; // dummy $0",
-                "=r",
-                [],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-            total = tl.inline_asm_elementwise(
-                "", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1
-            )
-            tl.inline_asm_elementwise("", "=r,0", [words], dtype=tl.int32, is_pure=False, pack=1)
-        return total
-
-
-@triton.jit
-def _made(words):
-    """``words``, made before what follows: else LLVM makes them after the loop's next branch."""
-    if INTERPRETED:
-        return words
-    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        made = tl.inline_asm_elementwise(
-            "", "=r,0", [words.to(tl.int32, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
-        )
-        return made.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _factors(codes, scales, tiles, k_tiles, k, TILES: tl.constexpr):
-    """Codes and scales, two of each in a word, of one block of 64 columns of row tiles ``tiles``."""
-    first = (tiles * k_tiles)[None, :, None, None]
-    word, both = _fragment_words(codes + k * 128, scales + k * 16, first)
-    word, both = word.to(tl.uint32, bitcast=True), both.to(tl.uint32, bitcast=True)
-    # Axes: tile, lane, the two bits of j, h, k.
-    word = tl.broadcast_to(tl.reshape(word, (TILES, 32, 2, 2, 1, 1)), (TILES, 32, 2, 2, 2, 2))
-    both = tl.reshape(both, (TILES, 32, 2, 1, 1, 1))
-    second, h, k = _axis(2, 3, 2), _axis(2, 4, 1), _axis(2, 5, 0)
-    byte = (both >> (16 * second + 8 * h)) & 255
-    scale = byte * 0x00100010 + 0x76007600
-    bits = 6 * k + 3 * h
-    rotated = (word >> bits) | (word << ((32 - bits) & 31))
-    return tl.where(h + k == 2, (word & _LAST) * 0x4108, rotated) & _CODES, scale
-
-
-@triton.jit
-def _products(code, scale):
-    return _times(code, tl.broadcast_to(scale, code.shape))
-
-
-@triton.jit
-def _operand(words, TILES: tl.constexpr):
-    """The left operand of words of ``_products``; no instruction once compiled."""
-    words = tl.broadcast_to(
-        tl.reshape(words, (TILES, 32, 2, 2, 2, 2, 1)), (TILES, 32, 2, 2, 2, 2, 2)
-    )
-    values = _half(words, _axis(2, 6, 0))
-    # Axes: tile, row, quad, j, h, k, e.
-    values = tl.reshape(values, (TILES, 8, 4, 4, 2, 2, 2))
-    values = tl.permute(values, (0, 4, 1, 3, 5, 2, 6))
-    return tl.reshape(values, (16 * TILES, 64))
-
-
-@triton.jit
-def _values(x, token_offset, inside, k, MASKED: tl.constexpr):
-    """Blocks of 64 columns from ``64 k`` on, of each group of tokens."""
-    values = ()
-    for group in tl.static_range(len(token_offset)):
-        column = tl.arange(0, 64)
-        address = x + token_offset[group][None, :] + column[:, None] + k * 64
-        if MASKED:
-            value = tl.load(address, mask=inside[group][None, :], other=0.0)
-        else:
-            value = tl.load(address)
-        values += (value,)  # type: ignore[assignment]
-    return values
-
-
-@triton.jit
-def sums_in_turn(
+def sums_of_groups(
     codes,
     scales,
     x,
-    token_offset,
-    inside,
+    token_offsets,
     tile,
     row_tiles,
     k_tiles,
     TILES: tl.constexpr,
-    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    PINNED: tl.constexpr,
 ):
-    """Sums of ``packed_sum`` of each of PARTS parts of the rows and each group of tokens.
+    """Sums of ``packed_sum`` of several groups of tokens; a weight is dequantized once for all.
 
-    While the weights of a part are multiplied, those of the next part or block are made.
-    ``token_offset`` and ``inside`` have an element for each group of tokens.
+    The weight is in fragments. ``token_offsets`` has the offsets of each group; the other arguments
+    are those of ``packed_sum``.
     """
-    GROUPS: tl.constexpr = len(token_offset)
-    OWN: tl.constexpr = TILES // PARTS
+    GROUPS: tl.constexpr = len(token_offsets)
     totals = ()
-    tiles = ()
-    for part in tl.static_range(PARTS):
-        tiles += (tl.minimum(tile + part * OWN + tl.arange(0, OWN), row_tiles - 1),)  # type: ignore[assignment]
-        for group in tl.static_range(GROUPS):
-            totals += (tl.zeros((16 * OWN, token_offset[group].shape[0]), tl.float32),)  # type: ignore[assignment]
-    code, scale = _factors(codes, scales, tiles[0], k_tiles, 0, OWN)
+    for i in tl.static_range(GROUPS):
+        totals += (tl.zeros((16 * TILES, token_offsets[i].shape[0]), tl.float32),)  # type: ignore[assignment]
+    tiles = tl.minimum(tile + tl.arange(0, TILES), row_tiles - 1)
+    first = (tiles * k_tiles)[None, :, None, None]
+    column = tl.arange(0, 64)[:, None]
     for k in tl.range(0, k_tiles, num_stages=STAGES):
-        values = _values(x, token_offset, inside, k, MASKED)
-        summed = ()
-        weights = ()
-        for part in tl.static_range(PARTS):
-            if part > 0:
-                code, scale = _factors(codes, scales, tiles[part], k_tiles, k, OWN)
-            weight = _products(code, scale)
-            weights += (weight,)  # type: ignore[assignment]
-            for group in tl.static_range(GROUPS):
-                total = dot(_operand(weight, OWN), values[group], totals[part * GROUPS + group])
-                summed += (total,)  # type: ignore[assignment]
-        code, scale = _factors(
-            codes, scales, tiles[0], k_tiles, tl.minimum(k + 1, k_tiles - 1), OWN
-        )
-        if PINNED:
-            code, scale = _made(code), _made(scale)
-        totals = ()
-        for number in tl.static_range(PARTS * GROUPS):
-            totals += (_ended(summed[number], weights[number // GROUPS], k),)  # type: ignore[assignment]
-    return totals
+        word, both = _fragment_words(codes + k * 128, scales + k * 16, first)
+        weight = tl.reshape(_fragments(word, both, 1, TILES, 1), (16 * TILES, 64))
+        sums = ()
+        for i in tl.static_range(GROUPS):
+            values = tl.load(x + token_offsets[i][None, :] + column + k * 64)
+            sums += (finished(dot(weight, values, totals[i])),)  # type: ignore[assignment]
+        totals = sums
+    results = ()
+    for i in tl.static_range(GROUPS):
+        results += (totals[i] * 128.0,)  # type: ignore[assignment]
+    return results
 
 
 @triton.jit
