@@ -162,9 +162,7 @@ class Cluster:
         self.lanes += [32 * warp for warp in alone]
         self.meeting = Meeting(len(self.lanes) * plan.ctas)
         self.named = [Meeting(128) for _ in range(plan.ctas)]
-        self.warps = [
-            {warp: Meeting(32) for warp in self.whole} for _ in range(plan.ctas)
-        ]
+        self.warps = [{warp: Meeting(32) for warp in self.whole} for _ in range(plan.ctas)]
         self.slots = [
             {warp: [[None] * 32 for _ in range(2)] for warp in self.whole} for _ in range(plan.ctas)
         ]
