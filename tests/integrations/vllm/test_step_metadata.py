@@ -69,12 +69,13 @@ def test_replaced_modules_name_their_builders(layer_type):
         assert keys.get_supported_kernel_block_sizes() == [256]
 
 
-def test_engines_with_drafts_keep_vllm_builders():
+def test_engines_with_drafts_keep_vllm_builders_but_for_index_keys():
+    """DeepGEMM plans nothing for an indexer that is replaced."""
     config = engine()
     config.speculative_config = SimpleNamespace()
     module = adopted(CSA, config)
     assert module.get_attn_backend() is DeepseekV4FlashMLABackend
-    assert type(module.indexer.k_cache) is DeepseekV4IndexerCache
+    assert type(module.indexer.k_cache) is step_metadata.KeysCache
     assert type(module.compressor.state_cache) is CompressorStateCache
     assert module.swa_cache_layer.backend_cls is DeepseekSparseSWAFlashMLABackend
 
