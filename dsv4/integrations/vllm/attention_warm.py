@@ -93,7 +93,7 @@ def shapes(tokens: int, limits: Limits) -> Iterator[Shape]:
 
     Prompts that share a step may all be shorter than it, so a step of many tokens has narrow tables
     as well, while its sequences are no more than the engine takes. Tables that are cut have powers
-    of two of columns. With them launchers choose anew behind powers of two of tokens.
+    of two of columns. With them launchers choose again behind powers of two of tokens.
     """
     every = _is_power(tokens) or _is_power(tokens - 1)
     for longest in limits.contexts() if every else limits.contexts()[-1:]:

@@ -102,11 +102,11 @@ class Mtp(vllm_mtp.DeepSeekV4MultiTokenPredictor):
         number = self.mtp_start_layer_idx + spec_step_idx % self.num_mtp_layers
         layer = self.layers[str(number)]
         streams = hidden_states.view(-1, layer.hc_mult, layer.config.hidden_size)
-        hidden = self._collapsed(streams, layer)
+        hidden = self._normed_head(streams, layer)
         return self.logits_processor(layer.shared_head.head, hidden)  # type: ignore[no-any-return]
 
     @staticmethod
-    def _collapsed(streams: torch.Tensor, layer: Any) -> torch.Tensor:
+    def _normed_head(streams: torch.Tensor, layer: Any) -> torch.Tensor:
         """Normed hidden states ``[T, H]`` of streams ``[T, n, H]``."""
         last = layer.shared_head.norm
         return rms_norm(_head(streams, layer), last.weight, last.variance_epsilon)
@@ -115,7 +115,7 @@ class Mtp(vllm_mtp.DeepSeekV4MultiTokenPredictor):
         """Launch the kernels of the head for that many tokens on zeros."""
         layer = next(iter(self.layers.values()))
         size = (tokens, layer.hc_mult, layer.config.hidden_size)
-        self._collapsed(layer.hc_head_fn.new_zeros(size, dtype=torch.bfloat16), layer)
+        self._normed_head(layer.hc_head_fn.new_zeros(size, dtype=torch.bfloat16), layer)
 
 
 class Dspark(vllm_dspark.DSparkDeepseekV4Model):

@@ -88,6 +88,11 @@ def run_part(part: Any, most: int) -> None:
         part.dsv4_warm(tokens)
 
 
+def linear_token_counts(most: int) -> list[int]:
+    """Return numbers of tokens at which a linear layer may launch another kernel, CuTeDSL's too."""
+    return sorted({*token_counts(most), *plans.token_counts(most)})
+
+
 @torch.inference_mode()
 def run(layer: Linear | DeepseekV4Experts, most: int) -> None:
     """Run a layer for the numbers of tokens up to ``most`` at which launchers may choose again."""
@@ -96,7 +101,7 @@ def run(layer: Linear | DeepseekV4Experts, most: int) -> None:
             _run_experts(layer, tokens)
         return
     groups = (layer.groups,) if layer.groups > 1 else ()
-    for tokens in sorted({*token_counts(most), *plans.token_counts(most)}):
+    for tokens in linear_token_counts(most):
         size = (tokens, *groups, layer.in_features)
         layer(torch.zeros(size, dtype=torch.bfloat16, device=layer.device))
 

@@ -1,9 +1,9 @@
 """What vLLM's DeepSeek-V4 with this package's modules launches on a GPU, listed on a CPU.
 
-``python -m tests.integrations.vllm.launches_process PORT FOLDER`` builds vLLM's model, or its draft,
-with the widths of Flash on the meta device, where modules compute shapes alone, and lists what the
-plugin's warm-up launches. Then each line of standard input is a step; the answer, a line that
-begins with ``ANSWER``, names the kernels that the step would compile.
+``python -m tests.integrations.vllm.launches_process PORT FOLDER`` answers lines of standard input,
+each an engine and a step. It builds vLLM's model or draft with the widths of Flash on the meta
+device, where modules compute shapes alone, and lists what the plugin's warm-up launches. The
+answer, a line that begins with ``ANSWER``, names the kernels that the step would compile then.
 
 Triton is not interpreted in this process, and CuTeDSL's kernels are not listed: the plugin compiles
 those of every number of tokens.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,17 +120,21 @@ class Engine:
 
     def late(self, call: Any) -> list[str]:
         """Describe the kernels that ``call`` launches and the warm-up does not."""
-        found = self._keys(call)
-        return sorted(text for key, text in found.items() if key not in self.warm)
+        kernels = self._keys(call)
+        return sorted(text for key, text in kernels.items() if key not in self.warm)
 
     def _keys(self, call: Any) -> dict[bytes, str]:
         from dsv4.compilation.launch_recorder import LaunchRecorder, Steps, listing_for
         from dsv4.compilation.target import Target
 
         steps = Steps()
-        with listing_for(Target("sm_90a"), steps) as names, torch.inference_mode(), on_cpu():
-            with LaunchRecorder(steps, names):
-                call()
+        with (
+            listing_for(Target("sm_90a"), steps) as names,
+            torch.inference_mode(),
+            on_cpu(),
+            LaunchRecorder(steps, names),
+        ):
+            call()
         return {key: described(request) for key, request in steps.requests.items()}
 
     def _warm_up(self) -> None:
@@ -210,7 +214,7 @@ def built_on_meta(config: Any) -> Iterator[None]:
     with (
         build.hopper(config),
         torch.device("meta"),
-        mock.patch.object(supports, "no_packed_weights", lambda *_: None),
+        mock.patch.object(supports, "no_packed_weights", return_value=None),
     ):
         yield
 
@@ -223,7 +227,7 @@ def complete(module: nn.Module, config: Any) -> None:
     method: Any = getattr(module, "quant_method", None)
     source = getattr(method, "dsv4_source", None)
     if isinstance(method, experts._Experts):
-        with mock.patch.object(experts.DeepseekV4Experts, "set_stacks", lambda *_: None):
+        with mock.patch.object(experts.DeepseekV4Experts, "set_stacks"):
             held = experts.built_experts(module, SimpleNamespace(gate_up=None, down=None))
         Weight("nvfp4").declare(held, "sm_90a")
         module.dsv4_experts = held  # type: ignore[assignment]
@@ -304,10 +308,11 @@ def in_step(engine: Engine, step: Step, positions: torch.Tensor) -> Iterator[Non
             if hasattr(module, "swa_cache_layer"):
                 context.attn_metadata |= metadata(engine, module, step, positions)
         if step.captured:
-            stack.enter_context(mock.patch.object(attention_step, "capturing", lambda: True))
-            stack.enter_context(mock.patch.object(indexer, "capturing", lambda: True))
+            for module in (attention_step, indexer):
+                stack.enter_context(mock.patch.object(module, "capturing", return_value=True))
         if step.pieces:
-            stack.enter_context(mock.patch.object(indexer.Indexer, "takes_all", lambda self: False))
+            patch = mock.patch.object(indexer.Indexer, "takes_all", return_value=False)
+            stack.enter_context(patch)
         yield
 
 

@@ -84,11 +84,11 @@ def test_parts_warm_themselves(loaded):
     assert sorted(kinds) == sorted(["Model", "DecoderLayer", attention, "Swiglu", "FinalNorm"])
     called = set()
     names = ["hc_pre_norm", "hc_post_pre_norm", "hc_post", "hc_head"]
-    places = [(hyper_connection, name) for name in names]
-    places += [(norm, name) for name in ("rms_norm", "rms_norm_pair", "swiglu")]
-    names = [name for _, name in places]
+    operators = [(hyper_connection, name) for name in names]
+    operators += [(norm, name) for name in ("rms_norm", "rms_norm_pair", "swiglu")]
+    names = [name for _, name in operators]
     with contextlib.ExitStack() as stack:
-        for module, name in places:
+        for module, name in operators:
             operator = getattr(module, name)
 
             def counted(*args, _name=name, _operator=operator, **options):
