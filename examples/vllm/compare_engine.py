@@ -341,7 +341,7 @@ def specialisation(name: str, compiled: dict[str, Any]) -> str:
 
     Args:
         name: Its name.
-        compiled: What Triton's hook is told of the compilation.
+        compiled: Argument ``compile`` of Triton's hook.
     """
     signature, constants = compiled.get("signature", {}), compiled.get("constants", {})
     attributes = (compiled.get("configs") or [{}])[0]

@@ -175,7 +175,7 @@ def test_compilations_are_counted_call_by_call():
     assert counted.since_last()["compiled"] == 0
 
 
-def test_late_kernels_are_told_from_those_of_others(monkeypatch):
+def test_late_kernels_are_not_among_those_of_others(monkeypatch):
     knobs = pytest.importorskip("triton").knobs
     heard = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **named: heard.append(named))
