@@ -44,6 +44,11 @@ def parser() -> argparse.ArgumentParser:
     _moe(
         commands.add_parser("moe", help="routed experts and the block around them, by routing"),
     )
+    _crossover(
+        commands.add_parser(
+            "crossover", help="from how many tokens on FP8 arithmetic is faster, by shape"
+        )
+    )
     _all_reduce(
         commands.add_parser("all_reduce", help="sums over ranks, by size and implementation"),
     )
@@ -105,10 +110,38 @@ def _moe(moe: argparse.ArgumentParser) -> None:
         default=["uniform", "zipf", "single"],
         help="uniform, zipf, single, comma-separated; default all",
     )
+    moe.add_argument(
+        "--activation",
+        default="bf16",
+        help="what the experts multiply: bf16 (default), or fp8, with weights that are exact in "
+        "FP8 (cast from MXFP4)",
+    )
     _baselines(moe, "Humming; default all")
     _rest(moe)
     _common(moe)
     moe.set_defaults(command="moe")
+
+
+def _crossover(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    names = ", ".join(PRESETS)
+    add("--shapes", help=f"{names}, comma-separated; default flash,pro, on a CPU tiny")
+    usual = "64 to 8192 in powers of two, on a CPU 1,8"
+    add("--tokens", type=_numbers, help=f"e.g. 64,256,1024; default {usual}")
+    add(
+        "--experts",
+        type=_numbers,
+        help="routed experts; default 64 and the model's, on a CPU those",
+    )
+    add(
+        "--cases",
+        type=_names,
+        default=["*"],
+        help="shell patterns over the names of GEMMs, comma-separated, e.g. 'flash q_b,*experts*'",
+    )
+    add("--seconds", type=_limit, default=600.0, help="no measurement begins later; default 600")
+    _common(parser, file="<date>-crossover")
+    parser.set_defaults(command="crossover")
 
 
 def _all_reduce(parser: argparse.ArgumentParser) -> None:
@@ -156,10 +189,15 @@ def _model(model: argparse.ArgumentParser) -> None:
         metavar="STATIC+SLOTS[+STAGED]",
         help="experts in host memory: how many of a layer are static on the GPU, how many slots "
         "there are for the others and how many a half of the buffer for long prompts holds (0), or "
-        "auto; decode steps under drawn routing and their hit rates",
+        "auto; decode steps under drawn routing and their hit rates, with --speculate those with "
+        "drafts, too",
     )
     add("--speculate", metavar="METHOD", help="mtp or dspark: steps with drafts, too")
-    add("--draft-tokens", type=_positive, help="drafts per step; default 2 of mtp, 5 of dspark")
+    add(
+        "--draft-tokens",
+        type=_positive,
+        help="drafts per step; default 2 of mtp, 5 of dspark, 1 of either with --host-experts",
+    )
     add(
         "--accept",
         type=_share,

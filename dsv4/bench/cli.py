@@ -261,6 +261,7 @@ def _finish(
     lines: list[str] | None = None,
     stopped: str = "",
     checks: Sequence[Check] = (),
+    document: dict[str, Any] | None = None,
 ) -> int:
     """Print and write the rows, and say the verdict.
 
@@ -271,6 +272,7 @@ def _finish(
         lines: A table of one's own in place of the usual one.
         stopped: Why the command ended early.
         checks: What was checked besides the rows.
+        document: Content of the JSON file in place of the rows.
 
     Returns:
         The exit status.
@@ -287,7 +289,10 @@ def _finish(
     print()
     written = []
     if hasattr(options, "json"):
-        written += results.write_json(options.json, header, rows)
+        if document is None:
+            written += results.write_json(options.json, header, rows)
+        else:
+            written.append(results.write_document(options.json, options.command, document))
     if hasattr(options, "csv"):
         written.append(report.write_csv(options.csv, rows))
     for path in written:
@@ -351,7 +356,8 @@ def _moe(options: argparse.Namespace) -> int:
         usual = [1, 8, 64, 512, 4096] if _device(options).type == "cuda" else [1, 8]
         sizes = own_shapes(options) or options.shapes.split(",")
         selection = sizes, options.routings, options.tokens or usual
-        moe.run(*selection, _measuring(options), environment.rates(_device(options)), points)
+        rates = environment.rates(_device(options))
+        moe.run(*selection, _measuring(options), rates, points, options.activation)
     except KeyboardInterrupt:
         failed, stopped = INTERRUPTED, f"interrupted after {len(points)} points"
     except UsageError:
@@ -361,6 +367,35 @@ def _moe(options: argparse.Namespace) -> int:
         traceback.print_exc()
     rows = [row for parts in points.values() for row in parts.values()]
     return _finish(options, header, rows, moe.lines(points), stopped) or failed
+
+
+def _crossover(options: argparse.Namespace) -> int:
+    from dsv4.bench.suites import crossover, crossover_results
+
+    device = _device(options)
+    gpu = device.type == "cuda"
+    presets = (options.shapes or ("flash,pro" if gpu else "tiny")).split(",")
+    usual = crossover.TOKENS if gpu else crossover.TOKENS_ON_CPU
+    tokens = sorted(set(options.tokens or usual))
+    measuring = dataclasses.replace(
+        _measuring(options), repeat=getattr(options, "repeat", 10 if gpu else 1)
+    )
+    request = crossover.Request(
+        presets, options.experts, tokens, options.cases, options.seconds, measuring
+    )
+    crossover.subjects(request)
+    header, measured, stopped = _print_header(options), crossover_results.Crossovers(), ""
+    try:
+        crossover.run(request, measured)
+    except KeyboardInterrupt:
+        stopped = f"interrupted after {len(measured.gemms)} GEMMs"
+    if measured.left_out:
+        stopped = stopped or f"the time was over before {', '.join(measured.left_out)}"
+    rows = list(crossover_results.rows(measured.gemms))
+    document = crossover_results.document(header, measured.gemms)
+    lines = crossover_results.lines(measured.gemms)
+    status = _finish(options, header, rows, lines, stopped, document=document)
+    return status or (INTERRUPTED if stopped else OK)
 
 
 def _all_reduce(options: argparse.Namespace) -> int:
@@ -463,6 +498,7 @@ _COMMANDS = {
     "list": _list,
     "layer": _layer,
     "moe": _moe,
+    "crossover": _crossover,
     "all_reduce": _all_reduce,
     "model": _model,
     "env": _env,

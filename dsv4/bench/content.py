@@ -1,4 +1,4 @@
-"""Content of a file of results of either kind: rows of operators, or a whole model."""
+"""Content of a file of results: rows of operators, a whole model, or crossovers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from dsv4.bench import results
 from dsv4.bench.problem import UsageError
 from dsv4.bench.results import Row
+from dsv4.bench.suites import crossover_results
+from dsv4.bench.suites.crossover_results import Times
 from dsv4.bench.suites.model import document
 from dsv4.bench.suites.model.document import ModelResults
 
@@ -22,11 +24,13 @@ class Content:
         header: Where the numbers come from.
         rows: Rows of operators; empty for a whole model.
         model: Results of a whole model; None for operators.
+        crossovers: GEMMs in FP8 and bfloat16 by tokens, which are rows, too; or none.
     """
 
     header: dict[str, Any]
     rows: tuple[Row, ...] = ()
     model: ModelResults | None = None
+    crossovers: tuple[Times, ...] = ()
 
 
 def load(path: Path) -> Content:
@@ -39,6 +43,9 @@ def load(path: Path) -> Content:
         content = json.loads(path.read_text())
         if isinstance(content, dict) and content.get("schema") == document.SCHEMA:
             return Content(content["header"], model=document.parse(content))
+        if isinstance(content, dict) and content.get("schema") == crossover_results.SCHEMA:
+            gemms = crossover_results.parse(content)
+            return Content(content["header"], crossover_results.rows(gemms), crossovers=gemms)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{path}: {error}") from error
     read = results.read_json(str(path))

@@ -12,7 +12,7 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.bench import timing
-from dsv4.bench.baselines import prepare_baselines
+from dsv4.bench.baselines import fp8, prepare_baselines
 from dsv4.bench.environment import Rates
 from dsv4.bench.problem import Case, Draw, Problem, UsageError, Verdict, nbytes
 from dsv4.bench.results import Row
@@ -94,7 +94,7 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
         "tokens": case.tokens,
         "backend": chosen,
         "reason": reason,
-        "bound_us": rates.bound_us(moved, problem.flops),
+        "bound_us": rates.bound_us(moved, _bfloat16_operations(problem)),
         "bytes": moved,
         "flops": problem.flops,
     }
@@ -107,6 +107,11 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
             return Row(us=None, **row)
     times = _times(case, problem, options)
     return Row(**{**row, **times, "copy_share": rates.copy_share(moved, times["us"])})
+
+
+def _bfloat16_operations(problem: Problem) -> int:
+    """Return the operations that tensor cores do in bfloat16 in the time of a problem's."""
+    return problem.flops // (2 if fp8.takes_fp8(problem) else 1)
 
 
 def explained(problem: Problem, backend: str) -> dispatch.Explanation:
@@ -172,9 +177,9 @@ def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
         calls = [call, *(calls[name] for calls in others)]
         taken = timing.measure(calls, options.device, options.repeat, options.rest)
         times["baselines"][name] = taken.us
-    # Of those that were asked for by name it is said why they have no time.
-    asked = refused.items() if options.baselines else ()
-    notes = [note, *(f"baseline {name} was not timed: {why}" for name, why in asked)]
+    # Of those that were asked for by name, and those for FP8, it is said why they have no time.
+    said = refused if options.baselines else fp8.unnamed(op, problem, refused)
+    notes = [note, *(f"baseline {name} was not timed: {why}" for name, why in said.items())]
     times["message"] = "; ".join(filter(None, notes))
     return times
 

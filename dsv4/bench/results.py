@@ -247,6 +247,17 @@ def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Pat
     ]
 
 
+def write_document(target: str, suite: str, content: dict[str, Any]) -> Path:
+    """Write a document that has no rows to a file, or, as ``write_json``, below a folder."""
+    path = Path(target)
+    if target.endswith("/"):
+        folder = path if path.name == "results" else path / "results"
+        path = folder / machine(content["header"]) / file_name(content["header"], suite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text_of(content))
+    return path
+
+
 def gpus_of(rows: Iterable[Row]) -> int:
     """Return the number of GPUs that rows were measured on together."""
     several = (_RANKS.fullmatch(row.case) for row in rows if row.op == "all_reduce")

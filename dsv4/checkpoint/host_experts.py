@@ -17,7 +17,7 @@ from dsv4.checkpoint.reader import Checkpoint
 from dsv4.config import ModelConfig
 from dsv4.layers import _host_memory
 from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
-from dsv4.layers.host_experts import HostExperts, Hosting, check_counts
+from dsv4.layers.host_experts import HostExperts, Hosting, check_counts, check_shape
 from dsv4.layers.step_tokens import prompt_bytes
 from dsv4.quant.formats import MXFP4, NVFP4
 
@@ -264,9 +264,11 @@ def hosting_of(
 
     Raises:
         MemoryError: if memory does not suffice.
-        ValueError: if a placement does not fit the model.
+        ValueError: if a placement or counts do not fit the model.
     """
     counts = value if isinstance(value, torch.Tensor) else None
+    if counts is not None:
+        check_shape("host_experts", counts, config.num_hidden_layers, config.n_routed_experts)
     value = "auto" if isinstance(value, torch.Tensor) else value
     if value is None or value == 0:
         return None

@@ -21,6 +21,7 @@ from dsv4.parallel import planner
 
 if TYPE_CHECKING:
     from dsv4.checkpoint import Checkpoint
+    from dsv4.checkpoint.host_experts import ExpertSizes
 
 # Memory in GB, as sold.
 _GPUS = {"H100": 80, "H200": 141, "B200": 180, "B300": 288}
@@ -69,11 +70,20 @@ def _machine(text: str) -> planner.Machine:
 
 @dataclass(frozen=True)
 class _Model:
-    """What is inspected: a checkpoint, or a configuration without weights."""
+    """What is inspected: a checkpoint, or a configuration without weights.
+
+    Attributes:
+        config: Configuration.
+        weights: Bytes of the weights, without draft layers.
+        text: Lines about it.
+        sizes: Sizes that decide which experts lie in host memory, with the draft layers that
+            ``load`` loads; None: those of ``weights``.
+    """
 
     config: ModelConfig
     weights: planner.Weights
     text: list[str]
+    sizes: ExpertSizes | None = None
 
 
 def run_inspect(options: argparse.Namespace) -> int:
@@ -86,7 +96,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     for machine in options.gpus or map(planner.Machine.parse, usual):
         text += planner.lines(model.config, model.weights, machine)
         if machine.ranks == 1:
-            text += _host_lines(model.config, model.weights, machine)
+            text += _host_lines(model.sizes or _sizes_of(model), machine)
     print("\n".join(text))
     return 0
 
@@ -108,7 +118,8 @@ def _model(options: argparse.Namespace) -> _Model:
             )
         with Checkpoint.open(options.path) as checkpoint:
             weights = planner.Weights.of_checkpoint(checkpoint)
-            return _Model(checkpoint.config(), weights, list(lines(checkpoint)))
+            sizes = _sizes_in(checkpoint) if options.gpus else None
+            return _Model(checkpoint.config(), weights, list(lines(checkpoint)), sizes)
     recipe = options.recipe or planner.RECIPES[0]
     weights = planner.Weights.of_config(config, recipe)
     line = f"{name}, formats as {recipe!r}, without draft layers"
@@ -122,21 +133,25 @@ def _is_config_alone(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and not any((folder / n).exists() for n in (INDEX, SINGLE))
 
 
-def _host_lines(
-    config: ModelConfig, weights: planner.Weights, machine: planner.Machine
-) -> Iterator[str]:
-    """Describe one GPU with experts in host memory, if it needs them and they suffice.
+def _sizes_in(checkpoint: Checkpoint) -> ExpertSizes:
+    """Return the sizes of a checkpoint as ``load`` on a Hopper GPU counts them."""
+    from dsv4.checkpoint.filling import FillRequest
+    from dsv4.checkpoint.host_experts import ExpertSizes
+    from dsv4.checkpoint.report import draft_of
 
-    The host memory of this machine counts if it has such a GPU; otherwise the line names how much
-    must be free.
-    """
-    from dsv4.checkpoint.host_experts import ExpertSizes, describe
-    from dsv4.layers import _host_memory
+    config = draft_of(checkpoint, checkpoint.config(), None)
+    return ExpertSizes.of(checkpoint, config, FillRequest(mxfp4="lossless"))
+
+
+def _sizes_of(model: _Model) -> ExpertSizes:
+    """Return the sizes of a model without a checkpoint, and without draft layers."""
+    from dsv4.checkpoint.host_experts import ExpertSizes
     from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
     from dsv4.layers.step_tokens import prompt_bytes
 
+    config, weights = model.config, model.weights
     other = weights.split + weights.replicated + weights.embedding + weights.head
-    sizes = ExpertSizes(
+    return ExpertSizes(
         config.num_hidden_layers,
         config.n_routed_experts,
         config.num_experts_per_tok,
@@ -144,6 +159,17 @@ def _host_lines(
         int(other),
         prompt_bytes(config, STAGED_STEP_TOKENS),
     )
+
+
+def _host_lines(sizes: ExpertSizes, machine: planner.Machine) -> Iterator[str]:
+    """Describe one GPU with experts in host memory, if it needs them and they suffice.
+
+    The host memory of this machine counts if it has such a GPU; otherwise the line names how much
+    must be free.
+    """
+    from dsv4.checkpoint.host_experts import describe
+    from dsv4.layers import _host_memory
+
     reserve, own = _host_memory.KEPT_BYTES, _is_here(machine)
     host = _host_memory.available_bytes() - reserve if own else sizes.total
     try:

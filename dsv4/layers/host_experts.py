@@ -81,9 +81,8 @@ class HostExperts:
                 f"host_experts: staged is {self.staged}, wanted 0 to {others}, the experts of a "
                 "layer that are not static"
             )
-        shape = None if self.counts is None else list(self.counts.shape)
-        if shape not in (None, [layers, experts]):
-            raise ValueError(f"host_experts: counts have shape {shape}, wanted {[layers, experts]}")
+        if self.counts is not None:
+            check_shape("host_experts", self.counts, layers, experts)
 
     def static_of(self, layer: int, experts: int) -> list[int]:
         """Return the static experts of a layer, ascending; of equal counts the lowest ones."""
@@ -106,6 +105,14 @@ def check_counts(function: str, counts: object) -> None:
         raise TypeError(f"{function}: counts have dtype {counts.dtype}, wanted torch.int64")
     if counts.numel() and not counts.is_meta and int(counts.min()) < 0:
         raise ValueError(f"{function}: a count is {int(counts.min())}, wanted 0 or more")
+
+
+def check_shape(function: str, counts: torch.Tensor, layers: int, experts: int) -> None:
+    """Raise ValueError unless counts of use are those of a model."""
+    if list(counts.shape) != [layers, experts]:
+        raise ValueError(
+            f"{function}: counts have shape {list(counts.shape)}, wanted {[layers, experts]}"
+        )
 
 
 @dataclass(frozen=True)
@@ -355,9 +362,7 @@ def repin_(model: nn.Module, counts: torch.Tensor | None = None) -> int:
     layers = _all_hosted("repin_", model)
     counts = expert_counts(model) if counts is None else counts
     check_counts("repin_", counts)
-    shape = [len(layers), layers[0].experts]
-    if list(counts.shape) != shape:
-        raise ValueError(f"repin_: counts have shape {list(counts.shape)}, wanted {shape}")
+    check_shape("repin_", counts, len(layers), layers[0].experts)
     return sum(
         hosted.repin(most_used(row, hosted.static_slots, hosted.static_experts()))
         for hosted, row in zip(layers, counts.tolist(), strict=True)

@@ -87,11 +87,8 @@ class DeepseekV4Model(nn.Module):
         if step and self.own_tokens:
             is_padding = past_key_values.batch.sequence_of_token < 0
             routed = input_ids.masked_fill(is_padding, UNROUTED)
-        if step and past_key_values.routed is None and self._hosts_experts:
-            # Padding loads no expert from host memory.
-            batch = past_key_values.batch
-            past_key_values = CacheStep(past_key_values.cache, batch, batch.sequence_of_token)
         if step and self._hosts_experts:
+            past_key_values = _without_padding(past_key_values)
             fetch_early(self.layers, input_ids, past_key_values)
         options = {
             "position_embeddings": tables,
@@ -155,6 +152,13 @@ class DeepseekV4Model(nn.Module):
                 )
             return past.batch.positions.unsqueeze(0)
         return following_positions(input_ids, past) if position_ids is None else position_ids
+
+
+def _without_padding(step: CacheStep) -> CacheStep:
+    """Return a step whose padding goes to no routed expert, so that it loads none."""
+    row = step.batch.sequence_of_token  # negative for padding
+    routed = row if step.routed is None else torch.minimum(step.routed, row)
+    return CacheStep(step.cache, step.batch, routed)
 
 
 def check_ids(ids: torch.Tensor, vocabulary: int, name: str = "input_ids") -> None:

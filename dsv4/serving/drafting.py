@@ -20,7 +20,7 @@ from dsv4.speculation.verify import Verified, verify_same_draws
 
 AUTO, MTP, DSPARK = "auto", "mtp", "dspark"
 METHODS = (AUTO, MTP, DSPARK)
-_HOSTED_TOKENS = 1  # with experts in host memory, because each token must load its experts
+HOSTED_TOKENS = 1  # with experts in host memory, because each token must load its experts
 _SAID = "_said_undrafted"  # attribute of a model: logged reasons
 _logger = logging.getLogger(__name__)
 
@@ -131,7 +131,8 @@ class Drafting:
         reason = f"drafts would be slower at {sizes[0]} to {sizes[-1]} sequences, by bytes read"
         slots = costs.most_tokens
         if slots is not None and slots < 2 * sizes[0]:
-            reason = f"experts in host memory have slots for {slots} tokens of a step"
+            tokens = f"{slots} token{'s' * (slots > 1)}"
+            reason = f"experts in host memory have slots for {tokens} of a step"
         _say(model, reason)
         return Drafting(None, reason, costs, tuple(sizes))
 
@@ -301,7 +302,7 @@ def _count(model: DeepseekV4ForCausalLM, method: str, draft_tokens: int | None) 
         assert model.config.dspark is not None
         most = min(most, model.config.dspark.block_size)
     if draft_tokens is None and slot_tokens(model):
-        return _HOSTED_TOKENS
+        return HOSTED_TOKENS
     if draft_tokens is None:
         return most if method == DSPARK else MTP_TOKENS
     if draft_tokens > most:

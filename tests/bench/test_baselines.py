@@ -16,6 +16,7 @@ from dsv4.bench import baselines
 from dsv4.bench.baselines import (
     _prepare,
     flash_mla,
+    fp8,
     inductor,
     liger,
     packed,
@@ -87,14 +88,16 @@ def test_a_baseline_is_named_without_its_note_too(asked: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("op", sorted(MAKERS))
 def test_without_libraries_and_gpu_only_pytorch_is_left(op: str):
-    able = baselines.prepare_baselines(op, _problem(op))
-    assert set(able) == set(plain.BASELINES.get(op, {}))
+    problem = _problem(op)
+    able = baselines.prepare_baselines(op, problem)
+    own = {fp8.OWN} if problem.args and fp8.takes_fp8(problem) else set()
+    assert set(able) == own | set(plain.BASELINES.get(op, {}))
     for call in able.values():
         call()
 
 
 def test_names_do_not_collide():
-    tables = [source.BASELINES for source in (plain, inductor, *LIBRARIES)]
+    tables = [source.BASELINES for source in (plain, inductor, fp8, *LIBRARIES)]
     for op, known in baselines.BASELINES.items():
         assert len(known) == sum(len(table.get(op, {})) for table in tables)
         # The command line separates names with commas.
@@ -281,7 +284,7 @@ def test_cublas_multiplies_the_dequantised_weight(name: str):
 def test_what_is_made_of_a_weight_goes_with_it():
     codes, made = torch.ones(3), []
     for _ in range(2):
-        assert packed._once(codes, "x", lambda: made.append(1) or 7) == 7
+        assert packed.once(codes, "x", lambda: made.append(1) or 7) == 7
     assert made == [1]
     assert codes in packed._made
     held = len(packed._made)

@@ -18,6 +18,7 @@ from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import random_model as random_model_module
 from dsv4.bench.suites.model import hosted, memory
 from dsv4.bench.suites.model.memory import ACTIVATIONS, model_bytes
+from dsv4.bench.suites.model.request import DraftRequest
 from dsv4.bench.suites.random_model import Weights, random_model
 from dsv4.checkpoint.host_experts import FILLING_GPU_BYTES
 from dsv4.config import ModelConfig
@@ -51,7 +52,8 @@ class PeakBytes(TorchDispatchMode):
         return sum(nbytes for _, nbytes in self._alive.values())
 
 
-def test_a_model_takes_no_more_than_is_counted_while_it_is_built(monkeypatch):
+@pytest.mark.parametrize("drafts", [None, DraftRequest("mtp", 1)])
+def test_a_model_takes_no_more_than_is_counted_while_it_is_built(drafts, monkeypatch):
     """An embedding drawn at once in float32 would be the peak, as on a GPU that ran out of it."""
     monkeypatch.setattr(random_model_module, "_DRAWN_NUMBERS", 1 << 12)
     config = ModelConfig.tiny(
@@ -62,14 +64,17 @@ def test_a_model_takes_no_more_than_is_counted_while_it_is_built(monkeypatch):
         num_hidden_layers=2,
         layer_types=ModelConfig.tiny().layer_types[:1] * 2,
         mlp_layer_types=("moe",) * 2,
+        num_nextn_predict_layers=int(drafts is not None),
     )
     placement = HostExperts(4, 6, staged=3)
-    request = request_of(config=config, host_experts=placement)
+    request = request_of(config=config, host_experts=placement, drafts=drafts)
     counted = model_bytes(request).with_slots(placement)
     gc.collect()
     with PeakBytes() as used:
         hosting = Hosting(placement, 2)
-        model = random_model(config, torch.device("cpu"), Weights(), hosting=hosting)
+        model = random_model(
+            config, torch.device("cpu"), Weights(), hosting=hosting, mtp=drafts is not None
+        )
     in_host = sum(experts.hosted.rows.nbytes for _, experts in experts_of(model))
     assert hosting.staging is not None
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + hosting.staging.nbytes
@@ -78,10 +83,12 @@ def test_a_model_takes_no_more_than_is_counted_while_it_is_built(monkeypatch):
     assert held < used.peak - in_host <= counted.peak + temporaries
 
 
-@pytest.fixture(scope="module")
-def auto():
-    """Whole Flash on a GPU, with two sizes of cache."""
-    request = request_of(preset="flash", config=PRESETS["flash"](), tokens=(1, 16))
+@pytest.fixture(scope="module", params=[None, "mtp"])
+def auto(request):
+    """Whole Flash on a GPU, with two sizes of cache, with a draft and without."""
+    drafts = None if request.param is None else DraftRequest(request.param, 1)
+    config = PRESETS["flash"]().replace(num_nextn_predict_layers=int(drafts is not None))
+    request = request_of(preset="flash", config=config, tokens=(1, 16), drafts=drafts)
     request = dataclasses.replace(
         request, contexts=(4096,), device=torch.device("cuda"), host_experts="auto"
     )
@@ -99,6 +106,7 @@ def auto():
 def test_what_auto_chooses_fits(auto, gpu):
     """Stacks of a layer while it is filled; cache and activations of every row afterwards."""
     request, caches = auto
+    draft = 0 if request.drafts is None else 4
     with pytest.MonkeyPatch.context() as patch:
         for module in (hosted, memory):
             patch.setattr(module, "free_bytes", lambda _: gpu * GB)
@@ -107,11 +115,11 @@ def test_what_auto_chooses_fits(auto, gpu):
         try:
             placed = hosted.placed(request)
         except UsageError:
-            assert gpu < 27 or gpu > 170
+            assert gpu < 27 + draft or gpu > 170
             return
         fitted = memory.fitted(placed)
         size = memory.model_bytes(request).with_slots(placed.host_experts)
-    assert gpu < 29 or not fitted.left_out, "the largest cache was counted"
+    assert gpu < 29 + draft or not fitted.left_out, "the largest cache was counted"
     assert (1, 4096) not in fitted.left_out
     assert size.peak + FILLING_GPU_BYTES <= gpu * GB
     weights = size.peak - size.stacked * size.layer_expert

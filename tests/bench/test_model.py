@@ -15,21 +15,38 @@ from hypothesis import strategies as st
 
 from dsv4 import checkpoint
 from dsv4.bench import environment
+from dsv4.bench.arguments import parser
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.cli import main
 from dsv4.bench.pages import models
 from dsv4.bench.pages.tables import cell
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
-from dsv4.bench.suites.model import measure, memory, operators, profile, report, request
-from dsv4.bench.suites.model.document import DecodeRow, output_path, parse, validate
+from dsv4.bench.suites.model import (
+    measure,
+    memory,
+    operators,
+    profile,
+    report,
+    request,
+    speculation,
+)
+from dsv4.bench.suites.model.document import (
+    DecodeRow,
+    Named,
+    SpeculationRow,
+    output_path,
+    parse,
+    validate,
+)
 from dsv4.bench.suites.model.memory import ModelBytes, model_bytes
 from dsv4.bench.suites.model.profile import Launch
 from dsv4.bench.suites.model.request import COLUMNS, Budget, ModelRequest
 from dsv4.bench.suites.random_model import RECIPES, Weights, random_model
 from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.config import ModelConfig
-from dsv4.layers import _host_memory
+from dsv4.layers import HostExperts, _host_memory
+from dsv4.layers.host_experts import Hosting, hosted_of
 from dsv4.testing.models import random_model as plain_model
 from tests.speculation.dspark_cases import DSPARK
 
@@ -338,6 +355,7 @@ class TestOnCpu:
         )  # fmt: skip
         drafts = request._drafts(options, config)
         assert (drafts.threshold, drafts.threshold_words) == (threshold, words)
+        assert [request._drafts(options, config, hosted).tokens for hosted in (0, 1)] == [5, 1]
 
     def test_experts_in_host_memory_have_hit_rates(self, tmp_path: Path, capsys):
         path = tmp_path / "m.json"
@@ -360,6 +378,63 @@ class TestOnCpu:
         assert rows[0]["hit_rate"] < rows[2]["hit_rate"]
         assert "3 with experts in host memory" in capsys.readouterr().out.splitlines()[-1]
 
+    def test_all_ways_to_draw_experts_are_measured_with_host_memory(self):
+        ways = [speculation._ways(request_of(host_experts=p)) for p in (None, HostExperts(2, 3))]
+        assert ways == [("uniform", "zipf 1"), ("uniform", "zipf 0.7", "zipf 1")]
+
+    @pytest.mark.parametrize("method", ["mtp", "dspark"])
+    def test_drafts_with_experts_in_host_memory(
+        self, method: str, tmp_path: Path, monkeypatch, capsys
+    ):
+        """Each kind of step has its hits; with three slots a draft is verified in waves."""
+        monkeypatch.setattr(speculation, "VERIFIED", (1,))
+        monkeypatch.setattr(speculation, "_ways", lambda request: ("uniform",))
+        path = tmp_path / "m.json"
+        sizes = ["--tokens", "1", "--context", "9", "--layers", "1", "--prompts", "none"]
+        drafts = ["--speculate", method, "--accept", "0.5", "--host-experts", "2+3"]
+        assert run(*sizes, *drafts, "--out", str(path)) == 0
+        document = document_of(path)
+        assert [row["missing"] for row in document["hosted"]] == [{}] * 3
+        (row,) = document["speculation"]
+        assert (row["missing"], row["failed"]) == ({}, [])
+        assert (row["method"], row["drafts"], row["placement"]) == (method, 1, "2+3")
+        assert (row["drafted"], row["forced"], row["steps"]) == (2, True, 2)
+        assert list(row["hit_rates"]) == ["single", "1", "2", "plain", "drafts"]
+        assert list(row["loaded"]) == list(row["hit_rates"])
+        assert all(0 <= rate <= 1 for rate in row["hit_rates"].values())
+        assert row["loaded"]["2"] > 0
+        assert row["waves"] == ["2", "drafts"]
+        assert row["verify_over_single"] == {}
+        (shown,) = parse(document).speculation
+        assert shown.loaded_per_token("drafts") == row["loaded"]["drafts"] / row["length"]
+        assert shown.loaded_per_token("2") is None
+        page = "\n".join(models.sections(parse(document)))
+        assert "| uniform | drafts, in waves | 1 | 9 | 2+3 | " in page
+        printed = capsys.readouterr().out.splitlines()
+        assert max(map(len, printed)) <= 120
+        lines = [line.split() for line in printed]
+        assert sum(line[2:6] == ["uniform", "2+3", "drafts", "waves"] for line in lines) == 1
+        assert printed[-1].endswith("1 with drafts, 3 with experts in host memory")
+
+    def test_each_loaded_expert_is_counted_once(self):
+        """Loads of the steps that are counted alone, not of those that warm up or draft."""
+        config = request._with_draft(request._cut("tiny", None, 1), "mtp")
+        hosting = Hosting(HostExperts(2, 2), 1)
+        model = random_model(config, CPU, Weights(), mtp=True, hosting=hosting)
+        row = SpeculationRow(Named(**request_of().named()), tokens=1, placement="2+2")
+        experts = speculation.Experts(model)
+        (layer,) = hosted_of(model)
+        for ids in ([4, 5], [6, 7], [4, 5]):
+            layer.fetch(torch.tensor([ids]))
+        experts.start()
+        for ids in ([4, 5], [0, 6], [1, 0], [7, 6]):
+            layer.fetch(torch.tensor([ids]))
+        experts.note(row, "single", 1)
+        experts.note(row, "ignored", 1)
+        assert row.hit_rates == {"single": 6 / 8}
+        assert row.loaded == {"single": 2 * layer.layout.row_bytes / 4}
+        assert row.waves == []
+
     @pytest.mark.parametrize("other", [["--columns", "step"], ["--profile"]])
     def test_other_figures_of_experts_in_host_memory_are_refused(self, other: list[str], capsys):
         assert run("--host-experts", "2+3", "--layers", "1", *other) == 2
@@ -377,6 +452,21 @@ class TestOnCpu:
     def test_a_wrong_placement_is_refused(self, value: str, message: str, capsys):
         assert run("--host-experts", value, "--layers", "1") == 2
         assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("other", "message"),
+        [
+            (
+                ["--checkpoint", "weights"],
+                "with --checkpoint weights, wanted it without: the bench",
+            ),
+            (["--layers", "1", "--emulate-peers", "2"], "with 2 ranks, wanted one: a model on"),
+        ],
+    )
+    def test_what_host_memory_excludes_is_said_with_a_reason(self, other, message):
+        options = parser().parse_args(["model", "--host-experts", "2+3", *other])
+        with pytest.raises(UsageError, match=message):
+            request._host_experts(options, options.emulate_peers or 1)
 
     def test_a_checkpoint_is_loaded(self, tmp_path: Path, capsys):
         folder = tmp_path / "weights"
@@ -669,3 +759,24 @@ def test_a_model_on_a_gpu_is_measured_in_every_column(tmp_path: Path, monkeypatc
         times = {entry["operator"]: entry["ms"] for entry in row["profile"]["operators"]}
         assert times.get(operators.OTHER, 0.0) < 0.02 * row["profile"]["ms"]
         assert {operators.NVFP4_GEMM, operators.EXPERTS, operators.ATTENTION} <= set(times)
+
+
+@pytest.mark.gpu
+def test_drafts_with_experts_in_host_memory_on_a_gpu(tmp_path: Path, monkeypatch):
+    """Flash's sizes; the slots hold two tokens, so more are verified in waves."""
+    monkeypatch.undo()  # rates of this GPU
+    path = tmp_path / "m.json"
+    sizes = ["--preset", "flash", "--experts", "32", "--layers", "4", "--steps", "8"]
+    rows = ["--tokens", "1", "--context", "300", "--prompts", "none", "--host-experts", "8+12+3"]
+    drafts = ["--speculate", "mtp", "--accept", "0.88"]
+    assert main(["model", *sizes, *rows, *drafts, "--out", str(path)]) == 0
+    results = document_of(path)
+    assert results["start"]["compiled_later"] == {}
+    assert [row["drawn"] for row in results["speculation"]] == ["uniform", "zipf 0.7", "zipf 1"]
+    for row in (*results["hosted"], *results["speculation"]):
+        assert (row["missing"], row["failed"]) == ({}, [])
+    for row in results["speculation"]:
+        assert row["waves"] == ["4", "6"]
+        assert row["accepted"] > 0
+        assert row["loaded"]["single"] < row["loaded"]["2"] < row["loaded"]["6"]
+        assert row["plain_ms"] < row["step_ms"]

@@ -457,7 +457,7 @@ def test_a_baseline_that_fails_says_why(monkeypatch, tmp_path: Path, capsys):
         def product(x, ends):
             raise RuntimeError("")
 
-        return moe_baselines.Pair(product, product, lambda offsets: offsets, False)
+        return moe_baselines.Pair(product, product, lambda offsets: offsets, "all")
 
     rows = measured(monkeypatch, tmp_path, absent=fails, broken=breaks)
     for row in rows:
@@ -480,7 +480,7 @@ def one_after_another(gate_up, down) -> moe_baselines.Pair:
 
         return multiply
 
-    return moe_baselines.Pair(product(gate_up), product(down), torch.Tensor.tolist, False)
+    return moe_baselines.Pair(product(gate_up), product(down), torch.Tensor.tolist, "all")
 
 
 def test_grouped_mm_multiplies_what_was_packed(layer):
@@ -552,9 +552,9 @@ def test_baselines_that_do_not_fit_are_not_made(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 140 << 30))
     device = torch.device("cuda")
-    moe_baselines._check_memory(device, 40 << 30)
+    moe_baselines.check_memory(device, 40 << 30)
     with pytest.raises(RuntimeError, match=r"take 52 GB and 17 to spare, 64 GB are free"):
-        moe_baselines._check_memory(device, 48 << 30)
+        moe_baselines.check_memory(device, 48 << 30)
 
 
 def test_baselines_may_be_chosen(monkeypatch, tmp_path: Path, capsys):

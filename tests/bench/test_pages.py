@@ -145,6 +145,10 @@ class TestFolder:
         ):
             written_to = output_path("out/", HEADER, dataclasses.replace(named, **changes))
             assert written_to.as_posix() == f"out/results/{expected}"
+        drafted = output_path("out/", HEADER, named, hosted=True, drafts="mtp").name
+        assert drafted == "2026-01-02-model_flash_nvfp4_host_experts_tp2_mtp.json"
+        words = "Whole model, Flash, NVFP4, experts in host memory, drafts by MTP"
+        assert index.title("model_flash_nvfp4_host_experts_mtp") == words
 
     @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"schema": "dsv4.bench.model/1"}'])
     def test_what_is_no_file_of_results_is_named(self, content, tmp_path, capsys):

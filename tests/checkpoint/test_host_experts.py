@@ -89,6 +89,8 @@ class TestLoad:
             (1.5, TypeError, "host_experts is 1.5, wanted 'auto'"),
             (torch.rand(3, 4), TypeError, "host_experts: counts have dtype torch.float32"),
             (torch.tensor([[-1]]), ValueError, "host_experts: a count is -1, wanted 0 or more"),
+            # On a CPU, where no expert is moved, too.
+            (torch.ones(4, 4).long(), ValueError, r"counts have shape \[4, 4\], wanted \[3, 4\]"),
             (HostExperts(1, 1), ValueError, "slots is 1, wanted 2 to 3"),
             (HostExperts(4, 1), ValueError, "slots is 1, wanted 0 to 0"),
         ],

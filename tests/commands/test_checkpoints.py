@@ -17,7 +17,7 @@ from dsv4.commands import checkpoints
 from dsv4.config import ModelConfig
 from dsv4.layers import _host_memory
 from dsv4.speculation.checkpoint_costs import costs_of
-from dsv4.speculation.draft_costs import DraftCosts
+from dsv4.speculation.draft_costs import DraftCosts, weight_bytes
 from dsv4.testing.models import random_model
 from tests.checkpoint.cases import make_model
 from tests.speculation.dspark_cases import DSPARK
@@ -57,9 +57,12 @@ def test_inspect_says_when_auto_drafts(method, tmp_path, capsys):
     assert "sequences   drafts" in text
     loaded = dsv4.load(tmp_path / "drafts", device="cpu", progress=False)
     with Checkpoint.open(tmp_path / "drafts") as checkpoint:
-        costs = costs_of(checkpoint)
+        costs, sizes = costs_of(checkpoint), checkpoints._sizes_in(checkpoint)
     expected = DraftCosts.of(loaded, method, len(costs.accepted))
     assert replace(costs, main=expected.main, draft=expected.draft) == expected
+    assert sizes.total == pytest.approx(weight_bytes(loaded), rel=0.1)
+    assert sizes.other_bytes > weight_bytes(loaded.mtp), "load loads the draft, too"
+    assert command_line.main(["inspect", str(tmp_path / "drafts"), "--gpus", "H200"]) == 0
     for mine, other in ((costs.main, expected.main), (costs.draft, expected.draft)):
         for field in fields(mine):
             near = pytest.approx(getattr(other, field.name), rel=0.1)

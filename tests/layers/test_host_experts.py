@@ -295,6 +295,15 @@ class TestLayer:
         with pytest.raises(ValueError, match=r"is to become torch\.float32 on cpu"):
             layer.float()
 
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("count", [1, 8])
+    def test_torch_compile_leaves_them_as_they_are(self, count):
+        plain = make_experts("packed")
+        layer, arguments = hosted(plain, 3, 4), tokens(0, count)
+        with torch.no_grad():
+            compiled = torch.compile(layer, backend="eager")(*arguments)
+        assert_bitwise(compiled, plain(*arguments), "result")
+
     def test_an_interrupted_load_is_forgotten(self, monkeypatch):
         plain = make_experts("packed")
         layer = hosted(plain, 3, 3)

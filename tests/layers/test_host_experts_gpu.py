@@ -24,6 +24,7 @@ from dsv4.serving._setup import default_index_format
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
 from tests._tools import host_soak
+from tests.speculation.mixed_drafts import mix
 
 pytestmark = pytest.mark.gpu
 
@@ -274,6 +275,30 @@ def test_a_runner_drafts(models):
             assert runner.draft_counts.drafted > 0
             assert runner.captures > 0
             texts.append(request.tokens)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 8])
+def test_drafts_in_waves_have_the_text_of_all_resident_experts(models, drafts):
+    """Two sequences with drafts choose more experts than slots hold; no wave compiles a kernel.
+
+    Random weights draft hardly anything right. So the drafts of some steps are the text itself.
+    """
+    text, _ = answers(models[0], capture=False)
+    known = {i: [*prompt, *text[i]] for i, prompt in enumerate(PROMPTS)}
+    texts, accepted, before = [], [], compilations()
+    for model in models:
+        options = {"max_sequences": 2, "max_tokens": 64, "prompt_buckets": (), "capture": False}
+        with Runner(model, **options, speculate="mtp", draft_tokens=drafts) as runner:
+            mix(runner, known, 0.6, seed=1)
+            requests = [runner.add(p, max_new_tokens=24, stop_ids=()) for p in PROMPTS]
+            runner.run()
+            texts.append([list(request.tokens) for request in requests])
+            accepted.append(runner.draft_counts.accepted)
+        if model is models[0]:
+            before = compilations()
+    assert compilations() - before == {}
+    assert accepted[0] == accepted[1] > 0
     assert texts[0] == texts[1]
 
 

@@ -48,6 +48,8 @@ MOST_ROWS = {
     ("gemm_swiglu", "triton"): 1,
     ("gemm", "cute"): 8,  # plans of up to 8 and of 9 to 16 tokens
     ("gemm_swiglu", "cute"): 8,
+    ("route_topk", "triton"): 4,  # vectors, then tensor cores
+    ("route_hash", "triton"): 4,
     ("hc_pre", "triton"): 4,  # a program of one token, then tensor cores
     ("hc_head", "triton"): 4,
     ("hc_pre_norm", "triton"): 4,
@@ -165,5 +167,5 @@ def test_rows_of_kernels_are_those_alone_on_a_gpu(capsys) -> None:
     with capsys.disabled():
         print(f"\n{len(measured)} implementations; most rows of those that vary: {listed}")
     assert len(measured) > 25
-    for key, most in measured.items():
-        assert most >= MOST_ROWS.get(key, ROWS), f"{key} is invariant up to {most} rows"
+    wrong = {key: most for key, most in listed.items() if most < MOST_ROWS.get(key, ROWS)}
+    assert not wrong

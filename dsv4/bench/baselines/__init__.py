@@ -15,17 +15,26 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dsv4.bench.baselines import flash_mla, inductor, liger, packed, plain, tile_kernels, torchao
+from dsv4.bench.baselines import (
+    flash_mla,
+    fp8,
+    inductor,
+    liger,
+    packed,
+    plain,
+    tile_kernels,
+    torchao,
+)
 from dsv4.bench.baselines._prepare import Baseline, Call, reasons
 from dsv4.bench.problem import Problem, UsageError
 
 # Prepared only when asked for by name.
-SLOW = (inductor.NAME, *liger.SLOW, *packed.SLOW)
+SLOW = (inductor.NAME, *liger.SLOW, *packed.SLOW, *fp8.SLOW)
 
 
 def _merged() -> dict[str, dict[str, Baseline]]:
     merged: dict[str, dict[str, Baseline]] = {}
-    for source in (plain, packed, liger, tile_kernels, torchao, flash_mla, inductor):
+    for source in (plain, packed, fp8, liger, tile_kernels, torchao, flash_mla, inductor):
         for op, known in source.BASELINES.items():
             merged.setdefault(op, {}).update(known)
     return merged

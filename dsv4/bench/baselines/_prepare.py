@@ -46,7 +46,7 @@ def reasons() -> Iterator[list[str]]:
         _reasons.reset(token)
 
 
-def _refuse(reason: str) -> None:
+def refuse(reason: str) -> None:
     """Log a reason at level INFO, and give it to ``reasons``."""
     _log.info("%s", reason)
     collected = _reasons.get()
@@ -77,7 +77,7 @@ class FromLibrary:
         """The prepared call, or None."""
         call = captured(problem)
         if call.device.type != "cuda":
-            _refuse(f"{self.module}: runs on a CUDA GPU, the tensors are on {call.device.type}")
+            refuse(f"{self.module}: runs on a CUDA GPU, the tensors are on {call.device.type}")
             return None
         library = _imported(self.module)
         if library is None:
@@ -91,7 +91,7 @@ def attempt(prepare: Callable[[], Call], what: str) -> Call | None:
         call = prepare()
         call()
     except _REFUSALS as refusal:
-        _refuse(f"{what}: {type(refusal).__name__}: {refusal}")
+        refuse(f"{what}: {type(refusal).__name__}: {refusal}")
         return None
     return call
 
@@ -100,5 +100,5 @@ def _imported(module: str) -> Any | None:
     try:
         return importlib.import_module(module)
     except Exception as missing:  # whatever it is that another's library does not find
-        _refuse(f"{module}: {type(missing).__name__}: {missing}")
+        refuse(f"{module}: {type(missing).__name__}: {missing}")
         return None

@@ -26,13 +26,16 @@ from typing import Any, TypeVar
 import torch
 
 from dsv4 import ops
+from dsv4.bench.tables import short
 from dsv4.quant.formats import LINEAR, QuantizedTensor
 from dsv4.reference.fragments import deinterleaved
 
 _TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
 _SPARE = 16 << 30  # bytes reserved for inputs and results, whatever their size
 _ROWS = 8
+_MOST = 200  # characters of why a library fails
 _TOKENS = 2  # each has k experts to dequantise
+ALL, FIRST, NONE = "all", "first", "none"  # global scales
 _T = TypeVar("_T")
 Multiply = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -45,13 +48,16 @@ class Pair:
         gate_up: Takes rows ``[R, H]`` and what ``offsets`` gave; returns ``[R, 2 I]``.
         down: Likewise, from ``[R, I]`` to ``[R, H]``.
         offsets: Turns offsets, int32 ``[E + 1]``, into what the library takes.
-        one_scale: Whether an expert's first global scale stands for all of its rows'.
+        scales: Global scales that it applies: ``ALL``, ``FIRST`` (that of an expert's first row
+            stands for all of its rows) or ``NONE``.
+        tolerance: Error of a product over its norm that is allowed.
     """
 
     gate_up: Multiply
     down: Multiply
     offsets: Callable[[torch.Tensor], Any]
-    one_scale: bool
+    scales: str
+    tolerance: float = _TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,26 @@ class Whole:
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
 
 
-Baseline = Pair | Whole
+@dataclass(frozen=True)
+class Operands:
+    """Both GEMMs of a baseline on operands that are made before, without anything between them.
+
+    Attributes:
+        calls: Takes rows ``[R, H]`` in bfloat16 and offsets, int32 ``[E + 1]``; returns a call of
+            each GEMM. The rows of the second are the first columns of those of the first.
+    """
+
+    calls: Callable[
+        [torch.Tensor, torch.Tensor], tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]
+    ]
+
+
+@dataclass(frozen=True)
+class Own:
+    """This package's kernels for bfloat16 activations, with the weights that are there."""
+
+
+Baseline = Pair | Whole | Operands | Own
 Prepare = Callable[[QuantizedTensor, QuantizedTensor], Baseline]
 
 
@@ -75,7 +100,8 @@ def attempt(action: Callable[[], _T]) -> _T | str:
     try:
         return action()
     except Exception as problem:
-        return f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        first = (str(problem).splitlines() or [""])[0]
+        return f"{type(problem).__name__}: {short(first, _MOST)}"
 
 
 def release(device: torch.device) -> None:
@@ -85,17 +111,19 @@ def release(device: torch.device) -> None:
         attempt(torch.cuda.empty_cache)
 
 
-def of_expert(weight: QuantizedTensor, expert: int, one_scale: bool) -> QuantizedTensor:
-    """``[N, K]`` of one expert, with its own global scales or the first of them."""
+def of_expert(weight: QuantizedTensor, expert: int, scales: str) -> QuantizedTensor:
+    """``[N, K]`` of one expert, with global scales as in ``Pair``."""
     matrix = weight[expert]
     assert matrix.global_scale is not None
-    if not one_scale:
+    if scales == ALL:
         return matrix
-    return dataclasses.replace(matrix, global_scale=matrix.global_scale[:1].contiguous())
+    first = matrix.global_scale[:1].contiguous()
+    scale = first if scales == FIRST else torch.ones_like(first)
+    return dataclasses.replace(matrix, global_scale=scale)
 
 
-def _dense(weight: QuantizedTensor, expert: int, one_scale: bool) -> torch.Tensor:
-    of_one = of_expert(weight, expert, one_scale)
+def _dense(weight: QuantizedTensor, expert: int, scales: str) -> torch.Tensor:
+    of_one = of_expert(weight, expert, scales)
     return ops.dequantize(of_one, torch.bfloat16, backend="reference")
 
 
@@ -108,7 +136,7 @@ def compare(
     """Compare the first rows of the expert that has most with the dequantised weight's.
 
     Raises:
-        ValueError: if the norm of the difference is more than ``_TOLERANCE`` of the norm.
+        ValueError: if the norm of the difference is more than the tolerance times the norm.
     """
     expert = int(offsets.diff().argmax())
     start, end = offsets[expert : expert + 2].tolist()
@@ -116,9 +144,9 @@ def compare(
     inner = rows[:, : weights[1].columns].contiguous()
     for x, multiply, weight in ((rows, made.gate_up, weights[0]), (inner, made.down, weights[1])):
         result = multiply(x, made.offsets(offsets))[sample].float()
-        truth = x[sample].float() @ _dense(weight, expert, made.one_scale).float().T
+        truth = x[sample].float() @ _dense(weight, expert, made.scales).float().T
         error = float((result - truth).norm() / truth.norm())
-        if not error <= _TOLERANCE:
+        if not error <= made.tolerance:
             raise ValueError(f"off by {error:.1e}, left out")
 
 
@@ -134,7 +162,7 @@ def compare_whole(
     truth = torch.zeros_like(result)
     for token in range(len(truth)):
         for expert, factor in zip(ids[token].tolist(), factors[token].double(), strict=True):
-            first, second = (_dense(weight, expert, False).double() for weight in weights)
+            first, second = (_dense(weight, expert, ALL).double() for weight in weights)
             both = first @ x[token].double()
             truth[token] += factor * (second @ ops.swiglu(both, limit, layout="interleaved"))
     error = float((result - truth).norm() / truth.norm())
@@ -142,7 +170,7 @@ def compare_whole(
         raise ValueError(f"off by {error:.1e}, left out")
 
 
-def _check_memory(device: torch.device, needed: int) -> None:
+def check_memory(device: torch.device, needed: int) -> None:
     """Raise RuntimeError unless a GPU has ``needed`` bytes to spare."""
     if device.type != "cuda":
         return
@@ -159,21 +187,21 @@ def grouped_mm(gate_up: QuantizedTensor, down: QuantizedTensor) -> Pair:
     Raises:
         RuntimeError: if they do not fit the GPU.
     """
-    _check_memory(gate_up.device, 2 * sum(w.codes.numel() * 2 for w in (gate_up, down)))
+    check_memory(gate_up.device, 2 * sum(w.codes.numel() * 2 for w in (gate_up, down)))
     multiply = getattr(torch, "_grouped_mm")  # noqa: B009, not in torch's annotations
 
     def multiplier(weight: torch.Tensor) -> Multiply:
         return lambda x, ends: multiply(x, weight, offs=ends)
 
     first, second = (multiplier(_stacked(w).transpose(1, 2)) for w in (gate_up, down))
-    return Pair(first, second, lambda offsets: offsets[1:].contiguous(), False)
+    return Pair(first, second, lambda offsets: offsets[1:].contiguous(), ALL)
 
 
 def _stacked(weight: QuantizedTensor) -> torch.Tensor:
     """``[E, N, K]`` in bfloat16."""
     dense = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     for expert in range(weight.shape[0]):
-        dense[expert] = _dense(weight, expert, False)
+        dense[expert] = _dense(weight, expert, ALL)
     return dense
 
 
@@ -188,7 +216,7 @@ def transformers_experts(
     """
     library = importlib.import_module("transformers")
     models = importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")
-    _check_memory(gate_up.device, 2 * sum(w.codes.numel() * 2 for w in (gate_up, down)))
+    check_memory(gate_up.device, 2 * sum(w.codes.numel() * 2 for w in (gate_up, down)))
     experts, hidden, inner = down.shape
     config = library.DeepseekV4Config(
         n_routed_experts=experts, hidden_size=hidden, moe_intermediate_size=inner
@@ -219,7 +247,7 @@ def humming(gate_up: QuantizedTensor, down: QuantizedTensor) -> Pair:
         RuntimeError: if the weights do not fit the GPU twice.
     """
     library = importlib.import_module("humming.layer")
-    _check_memory(gate_up.device, 2 * gate_up.nbytes + down.nbytes)
+    check_memory(gate_up.device, 2 * gate_up.nbytes + down.nbytes)
     config = {"gemm_type": "grouped_contiguous"}
 
     def multiplier(weight: QuantizedTensor) -> Multiply:
@@ -227,7 +255,7 @@ def humming(gate_up: QuantizedTensor, down: QuantizedTensor) -> Pair:
         return lambda x, offsets: layer(x, expert_layout=offsets, compute_config=config)
 
     first, second = (multiplier(weight) for weight in (gate_up, down))
-    return Pair(first, second, lambda offsets: offsets.long(), True)
+    return Pair(first, second, lambda offsets: offsets.long(), FIRST)
 
 
 def _humming_layer(library: Any, weight: QuantizedTensor) -> Any:

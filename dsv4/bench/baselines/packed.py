@@ -27,18 +27,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dsv4 import ops
 from dsv4.bench.baselines._prepare import Call, FromLibrary, Table
 from dsv4.ops.gemm import GemmArgs
-from dsv4.quant.formats import LINEAR, NVFP4, QuantizedTensor, format_named
+from dsv4.quant.formats import FP8_TOKEN, LINEAR, NVFP4, QuantizedTensor, format_named
 
 SLOW = ("QuACK (one global scale)", "Humming (one global scale)")
 _ROWS = 4  # of x, whose results are compared
-_TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
+TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 # What was made of a weight, for as long as its codes live: the next problem may have the same.
 _made: Any = WeakTensorKeyDictionary()
 
 
-def _once(codes: torch.Tensor, what: str, make: Callable[[], _T]) -> _T:
+def once(codes: torch.Tensor, what: str, make: Callable[[], _T]) -> _T:
+    """Return what ``make`` made of a weight, the first time or now."""
     held = _made.setdefault(codes, {})
     if what not in held:
         held[what] = make()
@@ -60,7 +61,7 @@ def _dense(weight: QuantizedTensor, *, one_scale: bool = False) -> torch.Tensor:
         chosen = _linear(weight) if first else weight
         return ops.dequantize(chosen, torch.bfloat16, backend="reference")
 
-    return _once(weight.codes, "dense of one scale" if first else "dense", make)
+    return once(weight.codes, "dense of one scale" if first else "dense", make)
 
 
 def _cublas(library: Any, args: GemmArgs) -> Call:
@@ -68,10 +69,19 @@ def _cublas(library: Any, args: GemmArgs) -> Call:
     weight = _dense(
         QuantizedTensor(args.codes, args.scales, args.global_scale, known, args.layout, parts)
     )
+    x = _values(args)
     if args.groups == 1:
-        return lambda: F.linear(args.x, weight)
+        return lambda: F.linear(x, weight)
     stacked = weight.view(args.groups, -1, weight.shape[-1]).transpose(1, 2)
-    return lambda: torch.bmm(args.x.transpose(0, 1), stacked)
+    return lambda: torch.bmm(x.transpose(0, 1), stacked)
+
+
+def _values(args: GemmArgs) -> torch.Tensor:
+    """Return the activations; those of codes in bfloat16."""
+    if args.x_scales is None:
+        return args.x
+    codes = QuantizedTensor(args.x, args.x_scales, None, FP8_TOKEN, args.x_layout)
+    return ops.dequantize(codes, torch.bfloat16, backend="reference")
 
 
 def _checked(make: Callable[[Any, QuantizedTensor], Callable[[torch.Tensor], Any]]) -> Any:
@@ -86,7 +96,7 @@ def _checked(make: Callable[[Any, QuantizedTensor], Callable[[torch.Tensor], Any
         parts = tuple(args.segments)
         codes, scales = args.codes, args.scales
         packed = QuantizedTensor(codes, scales, args.global_scale, NVFP4, args.layout, parts)
-        multiply = _once(codes, library.__name__, lambda: make(library, _linear(packed)))
+        multiply = once(codes, library.__name__, lambda: make(library, _linear(packed)))
         _compare(library.__name__, multiply(x), x, packed)
         return lambda: multiply(x)
 
@@ -96,11 +106,22 @@ def _checked(make: Callable[[Any, QuantizedTensor], Callable[[torch.Tensor], Any
 def _compare(name: str, result: torch.Tensor, x: torch.Tensor, weight: QuantizedTensor) -> None:
     """Raise ValueError unless the first and last rows of ``x`` were multiplied rightly."""
     dense = _dense(weight, one_scale=True)
-    rows = torch.cat((x[:_ROWS], x[-_ROWS:])).float()
-    truth, ours = rows @ dense.float().T, torch.cat((result[:_ROWS], result[-_ROWS:])).float()
-    error = float((ours - truth).norm() / truth.norm())
-    if not error <= _TOLERANCE:
-        _log.warning("%s: %s: off by %.1e, left out", name, weight, error)
+    try:
+        require_close(ends(result), ends(x).float() @ dense.float().T)
+    except ValueError as problem:
+        _log.warning("%s: %s: %s, left out", name, weight, problem)
+        raise
+
+
+def ends(values: torch.Tensor) -> torch.Tensor:
+    """Return the first and last rows, whose results are compared."""
+    return torch.cat((values[:_ROWS], values[-_ROWS:]))
+
+
+def require_close(result: torch.Tensor, truth: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    """Raise ValueError if the norm of the error is more than ``tolerance`` times the truth's."""
+    error = float((result.float() - truth).norm() / truth.norm())
+    if not error <= tolerance:
         raise ValueError(f"off by {error:.1e}")
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from dsv4 import ops
 from dsv4.bench.baselines._prepare import Table
 from dsv4.bench.problem import Problem
+from dsv4.quant.formats import QuantizedTensor
 
 
 def _bf16_gemm(problem: Problem) -> Callable[[], Any] | None:
@@ -18,6 +19,8 @@ def _bf16_gemm(problem: Problem) -> Callable[[], Any] | None:
     x, quantized = problem.args
     if x.device.type == "cuda":
         return None
+    if isinstance(x, QuantizedTensor):
+        x = ops.dequantize(x, torch.bfloat16, backend="reference")
     weight = ops.dequantize(quantized, torch.bfloat16, backend="reference")
     groups = problem.kwargs["groups"]
     if groups == 1:

@@ -120,7 +120,8 @@ def matrices(c: ModelConfig) -> dict[str, Matrix]:
 def gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """Cases of every projection in NVFP4, activations plain and quantised; some in FP8.
 
-    Activations in FP8 multiply weights that are exact in FP8 ("mxfp4 cast") or FP8 ones.
+    Activations in FP8 multiply weights that are exact in FP8 ("mxfp4 cast") or FP8 ones; those that
+    are FP8 already ("codes") are not rounded in the timed call.
     """
     brief = ("q_a+kv", "q_b", "o_a", "gate_up w4a4", "q_b fp8")
     for name, matrix in matrices(c).items():
@@ -132,7 +133,9 @@ def gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
         yield gemm_case(tokens, matrices(c)[name], case, "bf16", FP8_BLOCK, case in brief)
     for name in ("q_b", "o_b", "gate_up", "down"):
         matrix = matrices(c)[name]
-        yield gemm_case(tokens, matrix, f"{name} w4a8 (mxfp4 cast)", "fp8", NVFP4, False)
+        cast = f"{name} w4a8 (mxfp4 cast)"
+        yield gemm_case(tokens, matrix, cast, "fp8", NVFP4, False)
+        yield gemm_case(tokens, matrix, f"{cast} codes", "fp8", NVFP4, False, coded=True)
         yield gemm_case(tokens, matrix, f"{name} w8a8", "fp8", FP8_BLOCK, False)
 
 

@@ -81,6 +81,12 @@ def gemm_swiglu(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
 
 def grouped_gemm_swiglu(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """Judge ``gemm_swiglu`` for every expert's rows, times the row's weight."""
+    budget = grouped_gemm_swiglu_budget(problem, truth[0])
+    return compare(actual[0], truth[0], budget + storing(truth[0], actual[0].dtype), "the result")
+
+
+def grouped_gemm_swiglu_budget(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
+    """Error of ``grouped_gemm_swiglu`` before its result is rounded."""
     x, weight, offsets, limit = problem.args
     kwargs = {name: value for name, value in problem.kwargs.items() if name != "row_weight"}
     row_weight = problem.kwargs.get("row_weight")
@@ -88,15 +94,20 @@ def grouped_gemm_swiglu(problem: Problem, actual: Outputs, truth: Outputs) -> Ve
     inner = dataclasses.replace(
         problem,
         function=ops.grouped_gemm,
-        args=(x[of_experts], weight, offsets),
+        args=(_first(x, of_experts), weight, offsets),
         kwargs=kwargs,
     )
-    budget = torch.zeros_like(truth[0])
+    budget = torch.zeros_like(truth)
     budget[of_experts] = _through_swiglu(inner, limit)
     if row_weight is not None:
         budget *= row_weight.double().abs().unsqueeze(-1)
-    budget += 1e-5 * truth[0].abs()
-    return compare(actual[0], truth[0], budget + storing(truth[0], actual[0].dtype), "the result")
+    return budget + 1e-5 * truth.abs()
+
+
+def _first(x: Any, rows: slice) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x[rows]
+    return dataclasses.replace(x, codes=x.codes[rows], scales=x.scales[rows])
 
 
 def _through_swiglu(gemm: Problem, limit: float | None) -> torch.Tensor:

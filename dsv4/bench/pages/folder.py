@@ -12,6 +12,7 @@ from typing import Any
 from dsv4.bench.content import load
 from dsv4.bench.problem import UsageError
 from dsv4.bench.results import Row, gpus_of, machine
+from dsv4.bench.suites.crossover_results import Times
 from dsv4.bench.suites.model.document import ModelResults, gpus_of_model
 
 PUBLISHED = "published.json"
@@ -30,6 +31,7 @@ class ResultFile:
         header: Where the numbers come from.
         rows: Rows of operators; empty for a whole model.
         model: Results of a whole model; None for operators.
+        crossovers: GEMMs in FP8 and bfloat16 by tokens, which are rows, too; or none.
     """
 
     path: Path
@@ -38,6 +40,7 @@ class ResultFile:
     header: dict[str, Any]
     rows: tuple[Row, ...] = ()
     model: ModelResults | None = None
+    crossovers: tuple[Times, ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -146,9 +149,8 @@ def _read(path: Path) -> ResultFile:
     if named is None:
         raise UsageError(f"{path}: the name is {path.name!r}, wanted <date>-<suite>.json")
     content = load(path)
-    file = ResultFile(
-        path, named["date"], named["suite"], content.header, content.rows, content.model
-    )
+    read = (content.header, content.rows, content.model, content.crossovers)
+    file = ResultFile(path, named["date"], named["suite"], *read)
     for what, of_path, of_header in (
         ("date", named["date"], str(file.header["date"])[:10]),
         ("folder", path.parent.name, machine(file.header, file.gpus)),

@@ -8,15 +8,18 @@ from dsv4.bench.pages import models, operators
 from dsv4.bench.pages.charts import Chart
 from dsv4.bench.pages.folder import Published, ResultFile, ResultsFolder
 from dsv4.bench.pages.tables import paragraph, table
+from dsv4.bench.suites import crossover_results
 
 WRITTEN = "`python -m dsv4.bench report` writes this page from the JSON files beside it."
 _TITLES = {
     "all_reduce": "Sums over ranks",
     "attention": "Sparse attention",
     "attention_layer": "Attention sublayer",
+    "crossover": "FP8 and bfloat16 GEMMs by tokens",
     "indexer": "Indexer",
     "layer": "A layer between its GEMMs",
     "moe": "Routed experts and the MoE layer",
+    "moe_fp8": "Routed experts, FP8 activations",
 }
 _PARTS = {
     "gemm": "GEMM",
@@ -67,13 +70,22 @@ def gpu_page(folder: ResultsFolder, gpu: str) -> str:
         lines += ["", f"## {title(file.suite)}", "", *_origin(file), ""]
         if chart_of(file) is not None:
             lines += [f"![{title(file.suite)}]({file.path.with_suffix('.svg').name})", ""]
-        content = operators.sections(file) if file.model is None else models.sections(file.model)
-        lines += content
+        lines += _content(file)
     older = [file for file in folder.gpus[gpu] if file not in files]
     if older:
         links = ", ".join(f"[{file.path.name}]({file.path.name})" for file in older)
         lines += ["", "## Older files", "", *paragraph(links)]
     return "\n".join(lines) + "\n"
+
+
+def _content(file: ResultFile) -> list[str]:
+    if file.model is not None:
+        return models.sections(file.model)
+    if file.crossovers:
+        body = crossover_results.body(file.crossovers)
+        headings = crossover_results.headings(file.crossovers)
+        return [*table(headings, body, texts=2), "", *paragraph(crossover_results.EXPLAINED)]
+    return operators.sections(file)
 
 
 _HOW = (

@@ -13,7 +13,7 @@ from dsv4.bench.suites.model.document import (
     ProfileRow,
     SpeculationRow,
 )
-from dsv4.bench.suites.model.report import memory_words, model_words
+from dsv4.bench.suites.model.report import loads, memory_words, model_words
 
 _STEP: dict[str, Callable[[DecodeRow], float | None]] = {
     "bound": lambda row: row.bound_ms,
@@ -38,6 +38,7 @@ def sections(results: ModelResults) -> list[str]:
         *_prompts(results),
         *_speculation(results.speculation),
         *_verified(results.speculation),
+        *_loaded(results.speculation),
         "",
         *paragraph(start_words(results)),
         *(line for row in results.profiles[:1] for line in _profile(row)),
@@ -137,6 +138,28 @@ def _verified(rows: Sequence[SpeculationRow]) -> list[str]:
         "time of reading the experts that a single step does not read:"
     )
     return ["", *paragraph(words), "", *table(["experts", "single", *counts], body)]
+
+
+def _loaded(rows: Sequence[SpeculationRow]) -> list[str]:
+    """What steps with drafts load, and those without, with experts in host memory."""
+    rows = [row for row in rows if row.placement]
+    if not rows:
+        return []
+    body = []
+    for row in rows:
+        for step, figures in loads(row).items():
+            sizes = [str(row.tokens), str(row.context), row.placement]
+            name = f"{step}, in waves" if step in row.waves else step
+            body.append([row.drawn, name, *sizes, *map(cell, figures)])
+    headings = ["experts", "step", "sequences", "context", "static+slots", "ms", "hits %"]
+    headings += ["loaded MB", "MB a token", "GB/s"]
+    words = (
+        "Milliseconds of steps with experts in host memory, other experts in every step; plain and "
+        "drafts: of the runner; single, and by numbers of tokens of a sequence: the main model's "
+        "part; steps whose experts the slots cannot hold are eager and in waves; bytes loaded in a "
+        "step, for each token that it brings, and over its time:"
+    )
+    return ["", *paragraph(words), "", *table(headings, body, texts=2)]
 
 
 def start_words(results: ModelResults) -> str:

@@ -22,12 +22,12 @@ from torch import nn
 from dsv4.layers import DeepseekV4SparseMoeBlock
 from dsv4.layers._hosted_experts import HostedExperts
 from dsv4.layers.early_experts import ChoosesByToken
-from dsv4.layers.host_experts import CacheUse, cache_use
+from dsv4.layers.host_experts import CacheUse, cache_use, slot_tokens
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.expert_slots import expert_gather
 
 ROUTINGS = {"uniform": 0.0, "zipf 0.7": 0.7, "zipf 1": 1.0}  # exponents of the popularity
-WARM_STEPS = 96  # before those that are timed: one and a half times the decay of use counts
+SLOT_STEPS = 96  # before those that are timed: one and a half times the decay of use counts
 
 
 class DrawnRouter(nn.Module):
@@ -117,6 +117,11 @@ def drawn_routing(
             block.gate = router
 
 
+def fits_slots(model: DeepseekV4ForCausalLM, tokens: int) -> bool:
+    """Return whether slots hold all experts that a step can choose, so that it can be captured."""
+    return all(tokens <= most for most in slot_tokens(model))
+
+
 @dataclass(frozen=True)
 class Reload:
     """Loads experts of a layer again to the slots that hold them, which changes nothing.
@@ -171,7 +176,7 @@ def timed_steps(
     chosen: torch.Tensor,
     drawn: torch.Tensor,
     step: Callable[[], object],
-    warm: int = WARM_STEPS,
+    warm: int = SLOT_STEPS,
 ) -> tuple[float, CacheUse]:
     """Run steps with drawn experts; return milliseconds of those after ``warm``, and their hits.
 

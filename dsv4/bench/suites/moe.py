@@ -4,11 +4,14 @@ The block goes from the router's choice to the output; "around" is the block wit
 the sort and the sum, here of the sorted rows themselves. The layer
 has its router and its shared expert, too, so its routing is the router's.
 
-Weights are packed for Hopper where they are whole tiles, activations bfloat16, numerics DeepSeek's
-(the routing weight multiplies before the down projection). A CUDA graph holds several calls, each
-with tokens and a routing of its own, and the L2 is cleared before a replay: a call finds
-weights in the cache only as far as its experts are those of the call before. Where a rest is asked
-for, everything is timed sustained and cooled down (``dsv4.bench.timing``), in separate rows.
+Weights are packed for Hopper where they are whole tiles, activations bfloat16 or FP8, numerics
+DeepSeek's (the routing weight multiplies before the down projection). With FP8 activations the rows
+of the GEMMs are codes already, the weights are exact in FP8, and there is no row of the layer.
+
+A CUDA graph holds several calls, each with tokens and a routing of its own, and the L2 is cleared
+before a replay: a call finds weights in the cache only as far as its experts are those of the call
+before. Where a rest is asked for, everything is timed sustained and cooled down
+(``dsv4.bench.timing``), in separate rows.
 
 Layers, routings and parts are in ``moe_parts``, their checks in ``moe_checks``.
 """
@@ -25,7 +28,7 @@ import torch
 
 from dsv4 import dispatch, ops
 from dsv4.bench import timing
-from dsv4.bench.baselines import check_names, is_among
+from dsv4.bench.baselines import check_names, experts_fp8, is_among
 from dsv4.bench.baselines import experts as moe_baselines
 from dsv4.bench.cases.own import Shape
 from dsv4.bench.checks import moe as moe_checks
@@ -36,18 +39,27 @@ from dsv4.bench.report import baseline_table, number
 from dsv4.bench.results import Row
 from dsv4.bench.suites import moe_layer, moe_parts
 from dsv4.bench.suites.moe_parts import (
+    ACTIVATIONS,
+    BF16,
+    FP8,
     PARTS,
     ROUTINGS,
     Inputs,
     Layer,
+    Operand,
     all_inputs,
     config_of,
     draw_layer,
 )
 from dsv4.bench.tables import plain, wrapped
 from dsv4.layers import DeepseekV4SparseMoeBlock
+from dsv4.ops.fp8_token import code_layout
 
 ROUTER = "router"  # the layer's routing
+WITHOUT_LAYER = "the whole layer is measured with bf16 activations alone"
+_OPS = {BF16: "moe", FP8: "moe_fp8"}  # operators of rows, which name files
+_CASES = {BF16: "", FP8: " w4a8 (mxfp4 cast)"}  # what follows the part in a row's case
+_RATES = {BF16: 1, FP8: 2}  # rate of tensor cores over that of bfloat16
 
 
 def measure(
@@ -114,26 +126,32 @@ def _row(
 ) -> Row:
     c = layer.config
     sizes = {"E": c.n_routed_experts, "H": c.hidden_size, "I": c.moe_intermediate_size}
+    flops = moved[1] // _RATES[layer.activation]  # in operations of bfloat16
     return Row(
-        op="moe",
-        case=f"{layer.preset} {routing} {part}",
+        op=_OPS[layer.activation],
+        case=f"{layer.preset} {routing} {part}{_CASES[layer.activation]}",
         shape={**sizes, "k": c.num_experts_per_tok, "touched": touched},
         tokens=tokens,
         backend="auto",
         reason="each operator's own choice",
         us=None,
-        bound_us=rates.bound_us(*moved),
+        bound_us=rates.bound_us(moved[0], flops),
         bytes=moved[0],
         flops=moved[1],
     )
 
 
-def _explained(layer: Layer, inputs: Inputs, inner: torch.Tensor, part: str) -> dict[str, Any]:
+def _explained(layer: Layer, inputs: Inputs, inner: Operand, part: str) -> dict[str, Any]:
     """Return an operator's implementation and why it runs; nothing for a part of several."""
     c, offsets = layer.config, inputs.offsets
-    first: tuple[Any, ...] = (inputs.rows, layer.gate_up, offsets, c.swiglu_limit)
+    fused = ops.grouped_gemm_swiglu if inputs.codes is None else ops.grouped_gemm_swiglu_fp8
+    rows = inputs.rows if inputs.codes is None else inputs.codes
+    first: tuple[Any, ...] = (rows, layer.gate_up, offsets, c.swiglu_limit)
+    named: dict[str, Any] = {"row_weight": inputs.row_weight}
+    if inputs.codes is not None:
+        named["result_layout"] = code_layout(layer.down)
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
-        "gate_up": (ops.grouped_gemm_swiglu, first, {"row_weight": inputs.row_weight}),
+        "gate_up": (fused, first, named),
         "down": (ops.grouped_gemm, (inner, layer.down, offsets), {}),
         "sort": (ops.moe_sort, (inputs.x, inputs.ids, inputs.weights, c.n_routed_experts), {}),
         "combine": (
@@ -142,7 +160,7 @@ def _explained(layer: Layer, inputs: Inputs, inner: torch.Tensor, part: str) -> 
             {"shared": inputs.shared},
         ),
     }
-    if part not in calls:
+    if part not in calls or (part == "sort" and inputs.codes is not None):
         return {}
     function, args, named = calls[part]
     explanation = dispatch.explain(function, *args, **named)
@@ -155,6 +173,7 @@ def _checked(verdict: Verdict) -> dict[str, Any]:
     return {**fields, "ratio": verdict.ratio}
 
 
+Calls = dict[str, list[Callable[[], Any]]]
 # Preset, routing (ROUTER for the layer), tokens, seconds of rest before each timed run.
 Point = tuple[str, str, int, float]
 Measured = dict[Point, dict[str, Row]]
@@ -167,6 +186,7 @@ def run(
     options: Options,
     rates: Rates,
     measured: Measured,
+    activation: str = BF16,
 ) -> None:
     """Measure everything into ``measured``, a point at a time, then the baselines.
 
@@ -175,35 +195,48 @@ def run(
     Raises:
         UsageError: if a name is unknown.
     """
-    _baselines(options)
+    if activation not in ACTIVATIONS:
+        raise UsageError(f"--activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
+    _baselines(options, activation)
     unknown = [name for name in routings if name not in ROUTINGS]
     if unknown:
         raise UsageError(f"routing is {unknown[0]!r}, wanted one of {', '.join(ROUTINGS)}")
     for preset in presets:
         config_of(preset)
     for preset in presets:
-        layer = draw_layer(preset, Draw(options.seed, options.device))
+        layer = draw_layer(preset, Draw(options.seed, options.device), activation)
         for routing in routings:
             for count, timed in itertools.product(tokens, options.conditions()):
                 rows = measure(layer, routing, count, timed, rates)
                 _keep(measured, (layer.preset, routing, count, timed.rest), rows)
-        whole = moe_layer.build(
-            layer.config, layer.gate_up, layer.down, Draw(options.seed, options.device)
-        )
-        for count, timed in itertools.product(tokens, options.conditions()):
-            rows = {"layer": measure_layer(layer, whole, count, timed, rates)}
-            _keep(measured, (layer.preset, ROUTER, count, timed.rest), rows)
-        del layer, whole
+        if activation == BF16:
+            _measure_layers(layer, tokens, options, rates, measured)
+        else:
+            print(WITHOUT_LAYER, flush=True)
+        del layer
     for preset in presets:
-        layer = draw_layer(preset, Draw(options.seed, options.device))
-        for name, prepare in _baselines(options).items():
+        layer = draw_layer(preset, Draw(options.seed, options.device), activation)
+        for name, prepare in _baselines(options, activation).items():
             _run_baseline(layer, name, prepare, options, measured)
         del layer
 
 
-def _baselines(options: Options) -> dict[str, moe_baselines.Prepare]:
+def _measure_layers(
+    layer: Layer, tokens: Sequence[int], options: Options, rates: Rates, measured: Measured
+) -> None:
+    """Measure the whole layer by tokens."""
+    draw = Draw(options.seed, options.device)
+    whole = moe_layer.build(layer.config, layer.gate_up, layer.down, draw)
+    for count, timed in itertools.product(tokens, options.conditions()):
+        rows = {"layer": measure_layer(layer, whole, count, timed, rates)}
+        _keep(measured, (layer.preset, ROUTER, count, timed.rest), rows)
+
+
+def _baselines(options: Options, activation: str) -> dict[str, moe_baselines.Prepare]:
     """Return the requested baselines, or all."""
     known, asked = moe_baselines.BASELINES, options.baselines
+    if activation == FP8:
+        known = {**experts_fp8.BASELINES, **known}
     if asked is None:
         return known
     check_names(asked, known)
@@ -249,6 +282,10 @@ def _baseline_times(
     inputs = all_inputs(layer, point[1], point[2], options)
     if isinstance(made, moe_baselines.Whole):
         return _whole_times(layer, made, inputs, options)
+    if isinstance(made, moe_baselines.Own):
+        return _own_times(layer.in_bfloat16(), inputs, options)
+    if isinstance(made, moe_baselines.Operands):
+        return _operand_times(made, inputs, options)
     limit = layer.config.swiglu_limit
     moe_baselines.compare(made, inputs[0].rows, inputs[0].offsets, (layer.gate_up, layer.down))
     ends = [made.offsets(drawn.offsets) for drawn in inputs]
@@ -262,15 +299,48 @@ def _baseline_times(
         return made.down(first(drawn, end), end)
 
     inners = [first(*pair) for pair in both]
-    calls: dict[str, list[Callable[[], Any]]] = {
+    calls: Calls = {
         "gate_up": [partial(first, *pair) for pair in both],
         "down": [partial(made.down, i, end) for i, end in zip(inners, ends, strict=True)],
         "pair": [partial(pair_of, *pair) for pair in both],
     }
-    return {
-        part: timing.measure(part_calls, options.device, options.repeat, options.rest).us
-        for part, part_calls in calls.items()
+    return _times(calls, options)
+
+
+def _times(calls: Calls, options: Options) -> dict[str, float]:
+    how = (options.device, options.repeat, options.rest)
+    return {part: timing.measure(part_calls, *how).us for part, part_calls in calls.items()}
+
+
+def _own_times(layer: Layer, inputs: list[Inputs], options: Options) -> dict[str, float]:
+    """Time this package's bfloat16 kernels with the same weights and routing."""
+    plain = [dataclasses.replace(drawn, codes=None) for drawn in inputs]
+    calls: Calls = {
+        part: [partial(getattr(moe_parts, part), layer, drawn) for drawn in plain]
+        for part in ("gate_up", "pair", "block")
     }
+    inners = [moe_parts.gate_up(layer, drawn) for drawn in plain]
+    both = zip(plain, inners, strict=True)
+    calls["down"] = [partial(moe_parts.down, layer, *pair) for pair in both]
+    return _times(calls, options)
+
+
+def _operand_times(
+    made: moe_baselines.Operands, inputs: list[Inputs], options: Options
+) -> dict[str, float]:
+    """Time GEMMs alone, on operands that are ready: no SwiGLU, no rounding."""
+    pairs = [made.calls(drawn.rows, drawn.offsets) for drawn in inputs]
+    calls: Calls = {
+        "gate_up": [first for first, _ in pairs],
+        "down": [second for _, second in pairs],
+        "pair": [partial(_both, *pair) for pair in pairs],
+    }
+    return _times(calls, options)
+
+
+def _both(first: Callable[[], Any], second: Callable[[], Any]) -> None:
+    first()
+    second()
 
 
 def _whole_times(

@@ -1,7 +1,8 @@
 """Layers, tokens with their routing, and the parts of a forward, for ``dsv4.bench.suites.moe``.
 
 A part takes a ``Layer`` and ``Inputs`` and runs the operators that a layer runs. Tests put others
-in their place, so callers ask this module for them.
+in their place, so callers ask this module for them. With FP8 activations the GEMMs take codes: the
+sort rounds the rows, and the first GEMM its result.
 
 Routings, each token choosing ``k`` distinct experts:
 
@@ -27,9 +28,13 @@ from dsv4.bench.cases.own import config_of as own_config
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw, UsageError
 from dsv4.config import ModelConfig
+from dsv4.ops.fp8_token import code_layout
 from dsv4.quant import fragments
-from dsv4.quant.formats import FRAGMENTS, NVFP4, QuantizedTensor
+from dsv4.quant.exact_fp8 import with_row_exponent
+from dsv4.quant.formats import FP8_TOKEN, FRAGMENTS, NVFP4, QuantizedTensor
 
+BF16, FP8 = "bf16", "fp8"
+ACTIVATIONS = (BF16, FP8)
 PARTS = ("gate_up", "down", "pair", "sort", "combine", "around", "block")
 _MOST_CALLS, _INPUT_BYTES = 8, 4 << 30  # of a graph
 # Bytes of E4M3's 2^-4 to 2^1, whose exponents fragments store with 3 added.
@@ -45,12 +50,23 @@ class Layer:
         config: Sizes.
         gate_up: ``[E, 2 I, H]`` in fragments, gate and up rows interleaved, a global scale per row.
         down: ``[E, H, I]`` in fragments, a global scale per expert.
+        activation: One of ``ACTIVATIONS``; weights for ``"fp8"`` are exact in FP8.
     """
 
     preset: str
     config: ModelConfig
     gate_up: QuantizedTensor
     down: QuantizedTensor
+    activation: str = BF16
+
+    @property
+    def rows_layout(self) -> str | None:
+        """Layout of the first GEMM's FP8 rows; None where rows are bfloat16."""
+        return code_layout(self.gate_up) if self.activation == FP8 else None
+
+    def in_bfloat16(self) -> Layer:
+        """Return the same weights for bfloat16 activations."""
+        return dataclasses.replace(self, activation=BF16)
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,7 @@ class Inputs:
         offsets: int32 ``[E + 1]``.
         rows: ``[T k, H]``, sorted by expert.
         row_weight: float32 ``[T k]``.
+        codes: ``rows`` in ``"fp8_token"``; None for bfloat16 activations.
     """
 
     x: torch.Tensor
@@ -76,6 +93,7 @@ class Inputs:
     offsets: torch.Tensor
     rows: torch.Tensor
     row_weight: torch.Tensor
+    codes: QuantizedTensor | None = None
 
     @property
     def touched(self) -> int:
@@ -102,7 +120,8 @@ def single(draw: Draw, tokens: int, k: int, experts: int) -> torch.Tensor:
     return torch.cat((first, others + (others >= first)), 1)
 
 
-Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Operand = torch.Tensor | QuantizedTensor
+Sorted = tuple[Operand, torch.Tensor, torch.Tensor, torch.Tensor]
 ROUTINGS: dict[str, Callable[[Draw, int, int, int], torch.Tensor]] = {
     "uniform": uniform,
     "zipf": zipf,
@@ -141,32 +160,51 @@ def config_of(preset: str | Shape) -> ModelConfig:
     return config
 
 
-def draw_layer(preset: str | Shape, draw: Draw) -> Layer:
-    """Random weights; codes are drawn as they are stored, so they alone take memory."""
+def draw_layer(preset: str | Shape, draw: Draw, activation: str = BF16) -> Layer:
+    """Random weights; codes are drawn as they are stored, so they alone take memory.
+
+    For FP8 activations they are such as a cast from MXFP4 makes, which are exact in FP8.
+    """
     c = config_of(preset)
     experts, inner, hidden = c.n_routed_experts, c.moe_intermediate_size, c.hidden_size
-    gate_up = _packed(draw, (experts, 2 * inner, hidden), 2 * inner)
+    is_cast = activation == FP8
+    gate_up = _packed(draw, (experts, 2 * inner, hidden), 2 * inner, is_cast)
+    down = _packed(draw, (experts, hidden, inner), 1, is_cast)
     name = preset if isinstance(preset, str) else f"own({preset.text})"
-    return Layer(name, c, gate_up, _packed(draw, (experts, hidden, inner), 1))
+    return Layer(name, c, gate_up, down, activation)
 
 
-def _packed(draw: Draw, shape: tuple[int, int, int], global_scales: int) -> QuantizedTensor:
+def _packed(
+    draw: Draw, shape: tuple[int, int, int], global_scales: int, is_cast: bool
+) -> QuantizedTensor:
     experts, rows, columns = shape
     assert fragments.fits(rows, columns)
     codes = draw.integers(0, 256, (experts, rows, columns // 2), torch.uint8)
     scales = draw.integers(*_SCALE_BYTES, (experts, rows, columns // 16), torch.uint8)
+    if is_cast:
+        scales = _powers(scales)
     spread = torch.rand((experts, global_scales), generator=draw.generator, device=draw.device)
     global_scale = (0.5 + spread) * columns**-0.5
-    return QuantizedTensor(codes, scales, global_scale, NVFP4, FRAGMENTS)
+    weight = QuantizedTensor(codes, scales, global_scale, NVFP4, FRAGMENTS)
+    return with_row_exponent(weight)[0] if is_cast else weight
 
 
-def draw_inputs(c: ModelConfig, routing: str, tokens: int, draw: Draw) -> Inputs:
-    """Tokens with one of ``ROUTINGS``."""
+def _powers(scales: torch.Tensor) -> torch.Tensor:
+    """Powers of two, each for 32 columns of a row, from block scales in fragments."""
+    # A tile's bytes are [8 groups of rows, 2 pairs of blocks, 2 blocks of a pair, 2 rows].
+    tiles = (scales & 0x78).view(-1, 8, 2, 2, 2)
+    return tiles[..., :1, :].expand(tiles.shape).reshape(scales.shape)
+
+
+def draw_inputs(
+    c: ModelConfig, routing: str, tokens: int, draw: Draw, layout: str | None = None
+) -> Inputs:
+    """Tokens with one of ``ROUTINGS``; ``layout``: see ``Layer.rows_layout``."""
     k, experts = c.num_experts_per_tok, c.n_routed_experts
     ids = ROUTINGS[routing](draw, tokens, k, experts)
     weights = draw.normal(tokens, k, dtype=torch.float32).softmax(-1) * c.routed_scaling_factor
     x, shared = (draw.normal(tokens, c.hidden_size) for _ in range(2))
-    return sorted_by(c, x, shared, ids, weights)
+    return sorted_by(c, x, shared, ids, weights, layout)
 
 
 def sorted_by(
@@ -175,18 +213,23 @@ def sorted_by(
     shared: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
+    layout: str | None = None,
 ) -> Inputs:
     """Sorted by the reference, from tokens, the shared expert's output, choices and weights."""
     order, offsets, positions = ops.moe_permute(ids, c.n_routed_experts, backend="reference")
     rows = ops.moe_gather(x, positions, backend="reference")
     row_weight = weights.reshape(-1)[order.long()]
-    return Inputs(x, shared, ids, weights, positions, offsets, rows, row_weight)
+    codes = None
+    if layout is not None:
+        codes = ops.quantize(rows, FP8_TOKEN, layout=layout, backend="reference")
+    return Inputs(x, shared, ids, weights, positions, offsets, rows, row_weight, codes)
 
 
 def all_inputs(layer: Layer, routing: str, tokens: int, options: Options) -> list[Inputs]:
     """Draw the inputs of a graph's calls."""
     requested = draws(layer.config, tokens, options)
-    return [draw_inputs(layer.config, routing, tokens, draw) for draw in requested]
+    drawn = (layer.config, routing, tokens)
+    return [draw_inputs(*drawn, draw, layer.rows_layout) for draw in requested]
 
 
 def draws(c: ModelConfig, tokens: int, options: Options) -> list[Draw]:
@@ -197,18 +240,21 @@ def draws(c: ModelConfig, tokens: int, options: Options) -> list[Draw]:
     return [Draw(options.seed + 1 + i, options.device) for i in range(count)]
 
 
-def gate_up(layer: Layer, inputs: Inputs) -> torch.Tensor:
-    """The first GEMM and its SwiGLU, ``[T k, I]``."""
-    return ops.grouped_gemm_swiglu(
-        inputs.rows,
-        layer.gate_up,
-        inputs.offsets,
-        layer.config.swiglu_limit,
-        row_weight=inputs.row_weight,
-    )
+def gate_up(layer: Layer, inputs: Inputs) -> Operand:
+    """The first GEMM and its SwiGLU, ``[T k, I]``; codes for FP8 activations."""
+    limit, row_weight = layer.config.swiglu_limit, inputs.row_weight
+    if layer.activation == FP8:
+        assert inputs.codes is not None
+        return ops.grouped_gemm_swiglu_fp8(
+            *(inputs.codes, layer.gate_up, inputs.offsets, limit),
+            row_weight=row_weight,
+            result_layout=code_layout(layer.down),
+        )
+    operands = (inputs.rows, layer.gate_up, inputs.offsets, limit)
+    return ops.grouped_gemm_swiglu(*operands, row_weight=row_weight)
 
 
-def down(layer: Layer, inputs: Inputs, inner: torch.Tensor) -> torch.Tensor:
+def down(layer: Layer, inputs: Inputs, inner: Operand) -> torch.Tensor:
     """The second GEMM, ``[T k, H]``."""
     return ops.grouped_gemm(inner, layer.down, inputs.offsets, settled=True)
 
@@ -221,6 +267,12 @@ def pair(layer: Layer, inputs: Inputs) -> torch.Tensor:
 def sort(layer: Layer, inputs: Inputs) -> Sorted:
     """Rows in the order of their experts, what they weigh, offsets, positions."""
     experts = layer.config.n_routed_experts
+    if layer.rows_layout is not None:
+        _, offsets, positions = ops.moe_permute(inputs.ids, experts)
+        gathered = ops.moe_gather_fp8(
+            inputs.x, positions, inputs.weights, result_layout=layer.rows_layout
+        )
+        return (*gathered, offsets, positions)
     return ops.moe_sort(inputs.x, inputs.ids, inputs.weights, experts)
 
 
@@ -232,7 +284,10 @@ def combine(layer: Layer, inputs: Inputs) -> torch.Tensor:
 
 
 def around(layer: Layer, inputs: Inputs) -> torch.Tensor:
-    """The block with the gathered rows as the GEMMs' results, ``[T, H]``."""
+    """The block with the gathered rows as the GEMMs' results, ``[T, H]``.
+
+    FP8 rows are gathered as well, but the sum is that of bfloat16 rows.
+    """
     return combine(layer, _own(layer, inputs))
 
 
@@ -245,9 +300,10 @@ def block(layer: Layer, inputs: Inputs) -> torch.Tensor:
 def _own(layer: Layer, inputs: Inputs) -> Inputs:
     """Return the inputs sorted by this package."""
     rows, row_weight, offsets, positions = sort(layer, inputs)
-    return dataclasses.replace(
-        inputs, rows=rows, row_weight=row_weight, offsets=offsets, positions=positions
-    )
+    own = dataclasses.replace(inputs, row_weight=row_weight, offsets=offsets, positions=positions)
+    if isinstance(rows, QuantizedTensor):
+        return dataclasses.replace(own, codes=rows)
+    return dataclasses.replace(own, rows=rows)
 
 
 def costs(layer: Layer, tokens: int, touched: float) -> dict[str, tuple[int, int]]:
@@ -261,10 +317,11 @@ def costs(layer: Layer, tokens: int, touched: float) -> dict[str, tuple[int, int
     experts = c.n_routed_experts
     weights = [round(touched * w.nbytes / experts) for w in (layer.gate_up, layer.down)]
     flops = [4 * rows * inner * hidden, 2 * rows * inner * hidden]
-    moved = [weight + 2 * rows * (inner + hidden) for weight in weights]
+    taken = [_operand_bytes(layer, rows, columns) for columns in (hidden, inner)]
+    moved = [weights[0] + sum(taken), weights[1] + taken[1] + 2 * rows * hidden]
     steps = {
         # Rows, what they weigh, and of each choice its expert and its position.
-        "sort": 2 * (tokens + rows) * hidden + 20 * rows + 4 * (experts + 1),
+        "sort": 2 * tokens * hidden + taken[0] + 20 * rows + 4 * (experts + 1),
         "combine": 2 * (rows + 2 * tokens) * hidden + 4 * rows + 4 * (experts + 1),
     }
     return {
@@ -275,3 +332,10 @@ def costs(layer: Layer, tokens: int, touched: float) -> dict[str, tuple[int, int
         "around": (sum(steps.values()), 0),
         "block": (sum(weights) + 6 * tokens * hidden + 12 * rows, sum(flops)),
     }
+
+
+def _operand_bytes(layer: Layer, rows: int, columns: int) -> int:
+    """Bytes of a GEMM's rows: bfloat16, or FP8 codes with a scale for 128 columns."""
+    if layer.activation == BF16:
+        return 2 * rows * columns
+    return rows * (columns + -(-columns // FP8_TOKEN.block[1]))

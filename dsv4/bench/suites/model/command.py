@@ -63,7 +63,8 @@ def _measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None
             before = compilations()
             _measure_rows(Measurement(model, request, rates), results)
     except KeyboardInterrupt:
-        rows = len(results.rows) + len(results.prompts)
+        hosted_rows = {(row.tokens, row.context) for row in results.hosted}
+        rows = len(results.rows) + len(hosted_rows) + len(results.prompts)
         asked = len(request.prompts) + len(request.contexts) * len(request.tokens)
         results.stopped = f"interrupted after {rows} of {asked} rows"
     results.start.compiled_later = dict(compilations() - before)
@@ -78,20 +79,9 @@ def _measure_rows(measurement: Measurement, results: ModelResults) -> None:
         results.prompts.append(measurement.prompt(tokens))
         _take_prepared(measurement, results)
         _say(f"prompt of {tokens} tokens")
-    if request.host_experts is not None:
-        for context in request.contexts:
-            for tokens in request.tokens:
-                results.hosted += hosted.measure(measurement, tokens, context)
-                _say(f"{tokens} sequences at {context}, experts in host memory")
-        return
     for context in request.contexts:
         for tokens in request.tokens:
-            row = measurement.decode(tokens, context)
-            results.rows.append(row)
-            expected = measurement.expected(row)
-            if expected is not None:
-                results.expected.append(expected)
-            _say(f"{tokens} sequences at {context}")
+            _measure_steps(measurement, results, tokens, context)
     if request.drafts is not None:
         for context in request.contexts:
             for tokens in request.tokens:
@@ -99,11 +89,29 @@ def _measure_rows(measurement: Measurement, results: ModelResults) -> None:
                     measurement, request.drafts, tokens, context
                 )
                 _say(f"drafts of {tokens} sequences at {context}")
+    if request.host_experts is not None:
+        return
     for row in results.rows:
         measurement.kernels(row)
     _say("kernels")
     if request.trace is not None:
         _map_step(measurement, results, request.trace)
+
+
+def _measure_steps(
+    measurement: Measurement, results: ModelResults, tokens: int, context: int
+) -> None:
+    """Measure decode steps without drafts of some sequences at a context."""
+    if measurement.request.host_experts is not None:
+        results.hosted += hosted.measure(measurement, tokens, context)
+        _say(f"{tokens} sequences at {context}, experts in host memory")
+        return
+    row = measurement.decode(tokens, context)
+    results.rows.append(row)
+    expected = measurement.expected(row)
+    if expected is not None:
+        results.expected.append(expected)
+    _say(f"{tokens} sequences at {context}")
 
 
 def _map_step(measurement: Measurement, results: ModelResults, path: Path) -> None:
@@ -240,7 +248,8 @@ def finish(
     print()
     if hasattr(options, "json"):
         named, hosts = Named(**request.named()), request.host_experts is not None
-        path = output_path(options.json, header, named, hosted=hosts)
+        drafts = "" if request.drafts is None else request.drafts.method
+        path = output_path(options.json, header, named, hosted=hosts, drafts=drafts)
         write(path, document(header, results))
         print(f"wrote {path}")
     print(report.verdict(results), flush=True)

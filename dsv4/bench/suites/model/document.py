@@ -18,7 +18,7 @@ _ADDED = frozenset(
     | {"verified", "threshold"}
     | {"drawn", "single_ms", "expert_ms", "verify_experts", "verify_over_single", "pass_ms"}
     | {"host_bytes", "static_bytes", "slot_bytes", "buffer_bytes", "gather_bytes", "gather_rate"}
-    | {"early_layers"}
+    | {"early_layers", "placement", "waves", "hit_rates", "loaded"}
 )
 
 
@@ -159,7 +159,8 @@ class SpeculationRow(Measured):
         method: ``"mtp"`` or ``"dspark"``.
         drafts: Drafts of a sequence per step.
         drawn: Distribution of the experts that were drawn, afresh for each step, in place of the
-            routers' choice: ``"uniform"`` or ``"zipf 1"``; empty: the routers chose.
+            routers' choice: ``"uniform"``, ``"zipf 1"``, or, with experts in host memory,
+            ``"zipf 0.7"``; empty: the routers chose.
         forced: Whether drafts counted as right by a seed, and not as the model verified them.
         share: The share of drafts that was to be accepted, if it was forced.
         steps: Timed steps.
@@ -184,7 +185,15 @@ class SpeculationRow(Measured):
         expert_ms: Time to read one expert of each layer at the measured rate of the memory; 0:
             unknown.
         verify_over_single: Ratio of ``verify_ms`` to ``single_ms``, without the time of the experts
-            that a step of one token does not read.
+            that a step of one token does not read; none with experts in host memory.
+        placement: With experts in host memory, static experts and slots of a main layer, as
+            ``"156+64"``; empty: all experts are on the device.
+        waves: Steps that were planned on the host and run eagerly, because the slots cannot hold
+            all experts that they may choose; named as in ``hit_rates``.
+        hit_rates: Share of a step's distinct experts of main layers that were in a slot, by step:
+            ``"plain"`` and ``"drafts"`` of the runner, ``"single"``, and the numbers of tokens of
+            ``verify_ms``. Empty without experts in host memory.
+        loaded: Bytes that such a step loaded from host memory, average.
     """
 
     tokens: int = 0
@@ -210,6 +219,26 @@ class SpeculationRow(Measured):
     verify_experts: dict[str, float] = field(default_factory=dict)
     expert_ms: float = 0.0
     verify_over_single: dict[str, float] = field(default_factory=dict)
+    placement: str = ""
+    waves: list[str] = field(default_factory=list)
+    hit_rates: dict[str, float] = field(default_factory=dict)
+    loaded: dict[str, float] = field(default_factory=dict)
+
+    def times(self) -> dict[str, float | None]:
+        """Return the milliseconds of the steps that ``hit_rates`` names."""
+        runner = {"plain": self.plain_ms, "drafts": self.step_ms}
+        return {**runner, "single": self.single_ms, **self.verify_ms}
+
+    def loaded_per_token(self, step: str) -> float | None:
+        """Return the bytes that a runner's step loaded for each token that it brought.
+
+        Args:
+            step: ``"plain"`` or ``"drafts"``; of others, None is returned.
+        """
+        length = {"plain": 1.0, "drafts": self.length}.get(step)
+        if length is None or step not in self.loaded:
+            return None
+        return self.loaded[step] / (self.tokens * length)
 
     @property
     def gain(self) -> float | None:
@@ -462,7 +491,9 @@ def parse(content: Any) -> ModelResults:
     )
 
 
-def output_path(out: str, header: dict[str, Any], model: Named, *, hosted: bool = False) -> Path:
+def output_path(
+    out: str, header: dict[str, Any], model: Named, *, hosted: bool = False, drafts: str = ""
+) -> Path:
     """Return the path of the file.
 
     Args:
@@ -471,6 +502,7 @@ def output_path(out: str, header: dict[str, Any], model: Named, *, hosted: bool 
         header: Header of the results.
         model: What was measured.
         hosted: Whether experts were in host memory.
+        drafts: Method of the drafts, which the name has then; empty: there were none.
     """
     path = Path(out)
     if not out.endswith("/"):
@@ -483,6 +515,8 @@ def output_path(out: str, header: dict[str, Any], model: Named, *, hosted: bool 
         suite += f"_{model.activation}"
     if model.ranks > 1:
         suite += f"_{'emulated_' * model.emulated}{model.parallel}{model.ranks}"
+    if drafts:
+        suite += f"_{drafts}"
     return base / machine(header, gpus_of_model(model)) / file_name(header, suite)
 
 

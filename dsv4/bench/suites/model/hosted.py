@@ -12,9 +12,9 @@ from torch import nn
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites.hosted_steps import (
     ROUTINGS,
-    WARM_STEPS,
     draw_experts,
     drawn_routing,
+    fits_slots,
     reloads,
     timed_steps,
 )
@@ -32,7 +32,7 @@ from dsv4.checkpoint.host_experts import KEPT_GPU_BYTES, ExpertSizes
 from dsv4.layers import _host_memory
 from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
 from dsv4.layers.early_experts import early_layers
-from dsv4.layers.host_experts import HostExperts, Hosting, hosted_of, slot_tokens
+from dsv4.layers.host_experts import HostExperts, Hosting, hosted_of
 from dsv4.layers.step_tokens import prompt_bytes
 
 
@@ -50,7 +50,7 @@ def placed(request: ModelRequest) -> ModelRequest:
         config.n_routed_experts,
         config.num_experts_per_tok,
         size.layer_expert,
-        size.other,
+        size.resident,
         prompt_bytes(config, STAGED_STEP_TOKENS),
     )
     try:
@@ -166,7 +166,7 @@ def _time_gather(measurement: Measurement, row: HostedRow) -> None:
 def _time(measurement: Measurement, row: HostedRow) -> None:
     model, request = measurement.model, measurement.request
     config, gpu = model.config, has_graphs(request.device)
-    warm = WARM_STEPS if gpu else request.steps
+    warm = request.slot_steps
     drawn = draw_experts(
         ROUTINGS[row.routing],
         warm + (request.replays if gpu else request.steps),
@@ -178,9 +178,8 @@ def _time(measurement: Measurement, row: HostedRow) -> None:
     ).to(request.device)
     step = DecodeStep(model, row.tokens, row.context, request.weights.seed)
     with drawn_routing(model, row.tokens) as chosen:
-        fits = all(row.tokens <= most for most in slot_tokens(model))
-        run = step.captured().replay if gpu and fits else step
-        row.captured = gpu and fits
+        row.captured = gpu and fits_slots(model, row.tokens)
+        run = step.captured().replay if row.captured else step
         row.early_layers = early_layers(model.model.layers, row.tokens) if row.captured else 0
         row.step_ms, use = timed_steps(model, chosen, drawn, run, warm)
     row.steps = use.steps

@@ -27,12 +27,13 @@ class ModelBytes:
     """Bytes of a model's weights.
 
     Attributes:
-        expert: Bytes of one routed expert in all layers.
+        expert: Bytes of one routed expert in all layers, those of the draft included.
         layer_expert: Bytes of one routed expert in one layer.
         other: Bytes of everything but routed experts.
         experts: How many there are per layer, or the number of slots of a layer.
         stacked: Experts of a layer while it is filled, which then move to slots and to host memory;
             0: all experts stay.
+        draft_expert: Bytes of one routed expert in the draft's layers.
     """
 
     expert: int
@@ -40,6 +41,12 @@ class ModelBytes:
     other: int
     experts: int
     stacked: int = 0
+    draft_expert: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes that are on the GPU wherever the experts of the main layers are."""
+        return self.other + self.experts * self.draft_expert
 
     @property
     def peak(self) -> int:
@@ -63,11 +70,12 @@ class ModelBytes:
     def with_slots(self, placement: HostExperts) -> ModelBytes:
         """Return the bytes on the GPU where the other experts lie in host memory.
 
-        The stacks of one layer are there while it is filled, and the buffer for long prompts.
+        Those of draft layers are on the GPU. The stacks of one layer are there while it is filled,
+        and the buffer for long prompts.
         """
         slots, staged = placement.static + placement.slots, 2 * placement.staged
-        other = self.other + staged * self.layer_expert
-        return ModelBytes(self.expert, self.layer_expert, other, slots, self.experts)
+        main, other = self.expert - self.draft_expert, self.resident + staged * self.layer_expert
+        return ModelBytes(main, self.layer_expert, other, slots, self.experts)
 
     def experts_within(self, available: int) -> int:
         """Return the most experts per layer that fit; below 0 if the other weights do not."""
@@ -82,7 +90,7 @@ def model_bytes(request: ModelRequest) -> ModelBytes:
     with torch.device("meta"):
         drafted = request.drafts is not None
         model = DeepseekV4ForCausalLM(config, mtp=drafted, parallel=context).to(torch.bfloat16)
-    experts = 0
+    experts = drafted_experts = 0
     for name, module in model.named_modules():
         stored = quantised_format(name, module, request.weights)
         if stored is None:
@@ -91,10 +99,12 @@ def model_bytes(request: ModelRequest) -> ModelBytes:
         module.to_format(stored)
         if isinstance(module, DeepseekV4Experts):
             experts += weight_bytes(module)
+            drafted_experts += weight_bytes(module) * name.startswith("mtp.")
     count = config.n_routed_experts // request.ranks
     layers = sum(isinstance(module, DeepseekV4Experts) for module in model.modules())
     layer_expert = experts // (count * layers)
-    return ModelBytes(experts // count, layer_expert, weight_bytes(model) - experts, count)
+    other, draft_expert = weight_bytes(model) - experts, drafted_experts // count
+    return ModelBytes(experts // count, layer_expert, other, count, draft_expert=draft_expert)
 
 
 def cache_bytes(config: ModelConfig, sequences: int, tokens: int) -> int:

@@ -35,6 +35,7 @@ _HOSTED = (
     "tokens", "context", "routing", "experts", "step", "ms", "hits %", "loaded MB", "GB / s",
     "alone",
 )  # fmt: skip
+_LOADED = ("step", "how", "ms", "hits %", "loaded MB", "MB / token", "GB / s")
 _PROFILE = ("operator", "ms", "share %", "launches", "names")
 
 
@@ -202,7 +203,8 @@ def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
         "token of a sequence; draft: all drafts of a step, then one pass with the model's head,",
         "then one pass with an NVFP4 copy of the head",
         *plain((*_DRAFTED, *_SPECULATION), body, 5),
-        *_verified(rows),
+        *_verified([row for row in rows if not row.placement]),
+        *_loaded([row for row in rows if row.placement]),
     ]
     for row in rows:
         if row.length is not None:
@@ -212,6 +214,41 @@ def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
                 f"{row.accepted} accepted in {row.steps} steps"
             )
     return lines
+
+
+def _loaded(rows: Sequence[SpeculationRow]) -> list[str]:
+    """Return lines with what steps load from host memory."""
+    if not rows:
+        return []
+    body = []
+    for row in rows:
+        for step, cells in loads(row).items():
+            how = "waves" if step in row.waves else "slots"
+            shown = [_ms(cells[0]), *("-" if x is None else f"{x:.1f}" for x in cells[1:])]
+            body.append([*_drafted_cells(row), row.placement, step, how, *shown])
+    return [
+        "",
+        "ms of steps with experts in host memory, other experts in every step; plain, drafts: of",
+        "the runner; single, and by numbers of tokens of a sequence: the main model's part; slots",
+        "hold all experts of a step, or it is eager and in waves; loaded: from host memory per",
+        "step, for each token that it brings, and over the time of the step",
+        *plain((*_DRAFTED, "experts", *_LOADED), body, 6),
+    ]
+
+
+def loads(row: SpeculationRow) -> dict[str, list[float | None]]:
+    """Return the figures of steps with experts in host memory, by step.
+
+    They are milliseconds, hits in per cent, MB a step, MB a token, and GB/s over the step.
+    """
+    figures = {}
+    for step, rate in row.hit_rates.items():
+        ms, loaded = row.times()[step], row.loaded[step]
+        token = row.loaded_per_token(step)
+        over = loaded / ms / 1e6 if ms else None
+        token = None if token is None else token / 1e6
+        figures[step] = [ms, 100 * rate, loaded / 1e6, token, over]
+    return figures
 
 
 def _threshold(row: SpeculationRow) -> str:
@@ -224,6 +261,8 @@ def _drafted_cells(row: SpeculationRow) -> list[str]:
 
 def _verified(rows: Sequence[SpeculationRow]) -> list[str]:
     """Return lines with the main model's part of a step."""
+    if not rows:
+        return []
     body = []
     for row in rows:
         for count, ms in row.verify_ms.items():

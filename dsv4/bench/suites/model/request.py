@@ -13,6 +13,7 @@ import torch
 
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.problem import UsageError
+from dsv4.bench.suites.hosted_steps import SLOT_STEPS
 from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights
 from dsv4.config import ACTIVATIONS, DSparkConfig, ModelConfig
 from dsv4.kv_cache.layer_cache import ROLLBACK
@@ -20,7 +21,7 @@ from dsv4.layers.host_experts import HostExperts
 from dsv4.parallel.context import DATA, MODES, TENSOR, Ranks
 from dsv4.parallel.mailboxes import MOST_RANKS
 from dsv4.parallel.split import check_divides
-from dsv4.serving.drafting import DSPARK, METHODS, MTP, MTP_TOKENS
+from dsv4.serving.drafting import DSPARK, HOSTED_TOKENS, METHODS, MTP, MTP_TOKENS
 
 STEP, KERNELS, RUNNER, GENERATE, EAGER = "step", "kernels", "runner", "generate", "eager"
 DETERMINISTIC = "deterministic"
@@ -185,7 +186,7 @@ class ModelRequest:
             ranks=ranks,
             emulated=options.emulate_peers is not None,
             parallel=_parallel(options, ranks),
-            drafts=_drafts(options, source.config),
+            drafts=_drafts(options, source.config, options.host_experts is not None),
             host_experts=_host_experts(options, ranks),
             trace=None if options.trace is None else Path(options.trace),
         )
@@ -223,8 +224,17 @@ class ModelRequest:
         past their prompts, so the first sequences decode while later prompts are processed.
         """
         ramp = sequences * -(-context // CHUNK)
-        drafts = 0 if self.drafts is None else self.drafts.tokens
-        return (ramp + WARM_STEPS + self.steps + _SPARE) * (1 + drafts)
+        drafts, slots = 0, 0
+        if self.drafts is not None:
+            drafts, slots = self.drafts.tokens, self.slot_steps
+        return (ramp + WARM_STEPS + slots + self.steps + _SPARE) * (1 + drafts)
+
+    @property
+    def slot_steps(self) -> int:
+        """Steps before those that are timed, in which slots get the experts that are used most."""
+        if self.host_experts is None:
+            return 0
+        return SLOT_STEPS if self.device.type == "cuda" else self.steps
 
     def too_long(self, sequences: int, context: int) -> str:
         """Return why a batch is not brought to a context."""
@@ -389,8 +399,10 @@ def _with_draft(config: ModelConfig, method: str | None) -> ModelConfig:
     return config.replace(dspark=dspark)
 
 
-def _drafts(options: argparse.Namespace, config: ModelConfig) -> DraftRequest | None:
-    """The drafts asked for."""
+def _drafts(
+    options: argparse.Namespace, config: ModelConfig, hosted: bool = False
+) -> DraftRequest | None:
+    """Return the drafts asked for; ``hosted``: experts are in host memory."""
     method, count, share = options.speculate, options.draft_tokens, options.accept
     threshold = options.confidence_threshold
     if method is None:
@@ -410,6 +422,7 @@ def _drafts(options: argparse.Namespace, config: ModelConfig) -> DraftRequest | 
         raise UsageError(f"--speculate is {method!r}, and the model's drafts are {held}")
     most = ROLLBACK if config.dspark is None else min(ROLLBACK, config.dspark.block_size)
     usual = most if method == DSPARK else MTP_TOKENS
+    usual = HOSTED_TOKENS if hosted else usual
     if count is not None and count > most:
         raise UsageError(f"--draft-tokens is {count}, wanted 1 to {most} of {method}")
     has_confidence = config.dspark is not None and config.dspark.confidence_head
@@ -428,13 +441,16 @@ def _host_experts(options: argparse.Namespace, ranks: int) -> HostExperts | str 
     text: str | None = options.host_experts
     if text is None:
         return None
-    for name, value in (
-        ("checkpoint", options.checkpoint),
-        ("speculate", options.speculate),
-        ("ranks", ranks if ranks > 1 else None),
-    ):
-        if value is not None:
-            raise UsageError(f"--host-experts is {text!r} with {name} {value}, wanted it without")
+    if options.checkpoint is not None:
+        raise UsageError(
+            f"--host-experts is {text!r} with --checkpoint {options.checkpoint}, wanted it "
+            "without: the bench draws the weights and the routing of experts in host memory"
+        )
+    if ranks > 1:
+        raise UsageError(
+            f"--host-experts is {text!r} with {ranks} ranks, wanted one: a model on several ranks "
+            "has all experts on its GPUs"
+        )
     for name in ("columns", "profile"):
         if getattr(options, name):
             raise UsageError(

@@ -1,7 +1,9 @@
 """Measure steps with drafts: whole steps of a runner, and each part of a step alone.
 
 A model with random weights gets experts that are drawn for each step, uniformly or by Zipf's law,
-because the choice of its own routers is nearly uniform, and equal in each replay.
+because the choice of its own routers is nearly uniform, and equal in each replay. With experts in
+host memory, each step also counts what was in the slots and what was loaded. The experts that are
+drawn most are the static ones there, as after ``dsv4.layers.repin_``.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.bench.suites.hosted_steps import ROUTINGS, draw_experts, drawn_routing
+from dsv4.bench.suites.hosted_steps import ROUTINGS, draw_experts, drawn_routing, fits_slots
 from dsv4.bench.suites.model.document import SpeculationRow
 from dsv4.bench.suites.model.measure import (
     Measurement,
@@ -23,7 +25,7 @@ from dsv4.bench.suites.model.measure import (
     seconds_of,
     step_until,
 )
-from dsv4.bench.suites.model.request import WARM_STEPS, DraftRequest
+from dsv4.bench.suites.model.request import WARM_STEPS, DraftRequest, ModelRequest
 from dsv4.bench.suites.whole_model import (
     DecodeStep,
     drawn_vocabulary,
@@ -32,6 +34,7 @@ from dsv4.bench.suites.whole_model import (
     replay_ms,
 )
 from dsv4.kv_cache.paged_cache import Batch, CacheStep
+from dsv4.layers.host_experts import CacheUse, HostExperts, cache_use, hosted_of
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.split import LocalSizes
 from dsv4.serving import Runner
@@ -45,8 +48,9 @@ from dsv4.speculation.forced import ForcedAcceptance
 from dsv4.speculation.verify import verify_sampled
 
 VERIFIED = (1, 2, 4, 6)  # tokens of a sequence in a verified step
-DRAWN = ("uniform", "zipf 1")  # of ``ROUTINGS``
+DRAWN = ("uniform", "zipf 1")  # of ``ROUTINGS``; with experts in host memory, all of them
 _DRAWS = 4096  # most tokens of all draws together, but at least 8 draws
+PLAIN, DRAFTS, SINGLE = "plain", "drafts", "single"  # steps of which loaded experts are counted
 
 
 def measure(
@@ -60,6 +64,8 @@ def measure(
         tokens: Sequences.
         context: Tokens of each before the steps.
     """
+    request = measurement.request
+    placement = request.host_experts
     rows = [
         SpeculationRow(
             measurement.named,
@@ -71,12 +77,24 @@ def measure(
             forced=drafts.share is not None,
             share=drafts.share or 0.0,
             threshold=drafts.threshold_words,
+            placement=(
+                f"{placement.static}+{placement.slots}"
+                if isinstance(placement, HostExperts)
+                else ""
+            ),
         )
-        for drawn in (DRAWN if measurement.request.checkpoint is None else ("",))
+        for drawn in _ways(request)
     ]
     for row in rows:
         _measure(measurement, drafts, row)
     return rows
+
+
+def _ways(request: ModelRequest) -> tuple[str, ...]:
+    """Return how experts are drawn, by keys of ``ROUTINGS``; empty: routers choose them."""
+    if request.checkpoint is not None:
+        return ("",)
+    return DRAWN if request.host_experts is None else tuple(ROUTINGS)
 
 
 def _measure(measurement: Measurement, drafts: DraftRequest, row: SpeculationRow) -> None:
@@ -104,6 +122,29 @@ class Experts:
 
     def __post_init__(self) -> None:
         self._next = itertools.cycle(() if self.draws is None else self.draws)
+        self._hosted = bool(hosted_of(self.model))
+        self._before: CacheUse | None = None
+
+    def start(self) -> None:
+        """Count what steps load from host memory from now on; waits for the device."""
+        if self._hosted:
+            self._before = cache_use(self.model)
+
+    def note(self, row: SpeculationRow, step: str, tokens: int) -> None:
+        """Note in a row what steps loaded since ``start``; nothing if all experts are there.
+
+        Args:
+            row: The row.
+            step: Name of the steps.
+            tokens: Tokens of each sequence in them.
+        """
+        if self._before is None:
+            return
+        use, self._before = cache_use(self.model).since(self._before), None
+        row.hit_rates[step] = use.hit_rate
+        row.loaded[step] = use.loaded_bytes / max(1, use.steps)
+        if not fits_slots(self.model, row.tokens * tokens):
+            row.waves.append(step)
 
     def renew(self) -> None:
         """Draw the experts of the next step."""
@@ -138,13 +179,17 @@ def _experts(measurement: Measurement, row: SpeculationRow) -> Iterator[Experts]
     most = row.tokens * max(*VERIFIED, row.drafts + 1)
     with drawn_routing(model, most, draft=True) as chosen:
         layers, _, top_k = chosen.shape
-        count = max(8, min(request.replays, _DRAWS // most))
+        count = _DRAWS // most
+        if not row.placement:  # slots would hold what few draws repeat
+            count = min(request.replays, count)
+        count = max(8, count)
         sizes = (count, layers, most, top_k, config.n_routed_experts)
         draws = draw_experts(ROUTINGS[row.drawn], *sizes, request.weights.seed)
-        # Each layer has its own popular experts, and they may be on any rank.
-        generator = torch.Generator().manual_seed(request.weights.seed)
-        names = torch.rand(layers, config.n_routed_experts, generator=generator).argsort(1)
-        draws = names.view(1, layers, 1, -1).expand(count, -1, most, -1).gather(3, draws)
+        if not row.placement:
+            # Each layer has its own popular experts, and they may be on any rank.
+            generator = torch.Generator().manual_seed(request.weights.seed)
+            names = torch.rand(layers, config.n_routed_experts, generator=generator).argsort(1)
+            draws = names.view(1, layers, 1, -1).expand(count, -1, most, -1).gather(3, draws)
         experts = Experts(model, chosen, draws.to(model.device))
         experts.renew()
         yield experts
@@ -225,24 +270,30 @@ class Parts:
         return self._step.work("forward", self._size, tokens - 1)
 
     def milliseconds(
-        self, work: Callable[[], object], replays: int, experts: Experts | None = None
+        self, work: Callable[[], object], replays: int, experts: Experts, tokens: int = 0
     ) -> float:
-        """Return the median time of a call: of replays of its graph, or of calls without a GPU.
+        """Return the median time of a call: of replays of its graph, or of calls without a graph.
 
         Args:
             work: The call.
             replays: Number of replays.
-            experts: Experts, drawn before each replay; None: no draw.
+            experts: Experts, drawn before each replay.
+            tokens: Tokens of each sequence for which main layers choose experts. If slots cannot
+                hold the experts that they may choose, nothing is captured.
         """
-        device, renew = self._model.device, (lambda: None) if experts is None else experts.renew
-        if has_graphs(device):
+        device = self._model.device
+        if has_graphs(device) and fits_slots(self._model, self._size * tokens):
             graph, _ = self._graphs.captured(work)
-            return replay_ms(graph, replays, renew)
+            experts.start()
+            return replay_ms(graph, replays, experts.renew)
+        experts.renew()
+        work()
+        experts.start()
         times = []
-        for _ in range(1 + replays):
-            renew()
+        for _ in range(replays):
+            experts.renew()
             times.append(seconds_of(device, work))
-        return 1e3 * statistics.median(times[1:])
+        return 1e3 * statistics.median(times)
 
 
 @torch.inference_mode()
@@ -252,14 +303,19 @@ def _time_parts(measurement: Measurement, row: SpeculationRow, experts: Experts)
     model, replays = measurement.model, request.replays
     counts = sorted({*VERIFIED, row.drafts + 1})
     parts = Parts(model, plan, row.tokens, row.context, counts[-1], request.weights.seed)
-    row.single_ms = parts.milliseconds(parts.single(), replays, experts)
-    row.expert_ms = 1e-3 * measurement.rates.bound_us(round(expert_bytes(model)), 0)
+    if row.placement:
+        parts.milliseconds(parts.single(), request.slot_steps, experts, 1)
+    row.single_ms = parts.milliseconds(parts.single(), replays, experts, 1)
+    experts.note(row, SINGLE, 1)
     for tokens in counts:
         name, work = str(tokens), parts.verify(tokens)
-        row.verify_ms[name] = parts.milliseconds(work, replays, experts)
+        row.verify_ms[name] = parts.milliseconds(work, replays, experts, tokens)
+        experts.note(row, name, tokens)
         row.verify_experts[name] = experts.read(row.tokens * tokens, work)
-        own = row.verify_ms[name] - row.more_experts_ms(name)
-        row.verify_over_single[name] = own / row.single_ms
+    if not row.placement:
+        row.expert_ms = 1e-3 * measurement.rates.bound_us(round(expert_bytes(model)), 0)
+        for name, ms in row.verify_ms.items():
+            row.verify_over_single[name] = (ms - row.more_experts_ms(name)) / row.single_ms
     for head in (OWN, COPY) if not why_no_copy(model) else (OWN,):
         row.pass_ms[head] = parts.milliseconds(parts.draft_pass(head), replays, experts)
     row.draft_ms = parts.milliseconds(parts.draft(), replays, experts)
@@ -270,6 +326,7 @@ def _time_plain(measurement: Measurement, row: SpeculationRow, experts: Experts)
     with _runner(measurement, row, speculate=None) as runner:
         total = _timed(measurement, row, runner, experts)
     row.plain_ms = total / measurement.request.steps
+    experts.note(row, PLAIN, 1)
 
 
 def _time_drafts(
@@ -287,6 +344,7 @@ def _time_drafts(
     ) as runner:
         total, steps = _timed(measurement, row, runner, experts), measurement.request.steps
     row.steps, row.step_ms = steps, total / steps
+    experts.note(row, DRAFTS, 1 + row.drafts)
     assert row.length is not None
     row.token_ms = row.step_ms / row.length
 
@@ -320,14 +378,16 @@ def _timed(
     ]
     step_until(runner, requests, WARM_STEPS)
     counts = runner.draft_counts
-    verified, accepted, before = counts.drafted, counts.accepted, counts.steps
 
-    def steps() -> None:
-        for _ in range(request.steps):
+    def run(steps: int) -> None:
+        for _ in range(steps):
             experts.renew()
             runner.step()
 
-    total = 1e3 * seconds_of(device, steps)
+    run(request.slot_steps)
+    experts.start()
+    verified, accepted, before = counts.drafted, counts.accepted, counts.steps
+    total = 1e3 * seconds_of(device, lambda: run(request.steps))
     row.verified, row.accepted = counts.drafted - verified, counts.accepted - accepted
     passed = counts.steps - before  # of each sequence
     row.drafted = passed * row.drafts
