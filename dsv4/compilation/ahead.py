@@ -60,7 +60,7 @@ class KernelsAhead:
         Args:
             progress: Whether to show progress on stderr meanwhile.
         """
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             return
         with progress_line(progress) as count:
             self._count.show(count)

@@ -11,17 +11,22 @@ from hypothesis import strategies as st
 from dsv4.checkpoint import CheckpointError, load, save
 from dsv4.checkpoint import kernels_ahead as _kernels_ahead
 from dsv4.checkpoint.entries import Entry
+from dsv4.compilation import warmup as preparing_kernels
 from dsv4.compilation.ahead import KernelsAhead
 from dsv4.compilation.recipe import Recipe
 from dsv4.compilation.target import Target
 from dsv4.compilation.warmup import target_of
-from dsv4.config import ModelConfig
+from dsv4.config import DSparkConfig
+from dsv4.cute.runtime import cubin_cache
+from dsv4.debug import compilations
 from dsv4.layers import HostExperts
 from dsv4.layers.step_tokens import STEP_TOKENS
 from dsv4.quant.formats import FRAGMENTS, MXFP4, SWIZZLED
 from dsv4.testing import strategies
-from tests.checkpoint.cases import SMALL, edit, make_model, saved
+from tests.checkpoint.cases import LAYOUTS, SMALL, edit, make_model, saved
 from tests.checkpoint.load_cases import CONFIG, mixed
+
+DSPARK = DSparkConfig(block_size=5, noise_token_id=63, target_layer_ids=(0, 1, 2), markov_rank=8)
 
 
 class Watched:
@@ -90,10 +95,15 @@ def test_the_list_is_that_of_the_filled_model(
     assert len(others) > len(model.model.layers), "values are read afterwards"
 
 
-@pytest.mark.parametrize("layout", ["nvidia", "deepseek"])
-@pytest.mark.parametrize("mtp", [None, False])
-def test_so_it_is_of_published_layouts(layout, mtp, tmp_path, watched):
-    config = ModelConfig.tiny(hidden_size=128, moe_intermediate_size=64, num_nextn_predict_layers=1)
+@pytest.mark.parametrize(
+    ("layout", "config", "mtp"),
+    [
+        *((layout, CONFIG, None) for layout in LAYOUTS),
+        ("nvidia", CONFIG, False),
+        ("deepseek", SMALL.replace(dspark=DSPARK), None),
+    ],
+)
+def test_so_it_is_of_other_layouts(layout, config, mtp, tmp_path, watched):
     folder = saved(make_model(config), tmp_path / "model", layout=layout)
     model = load(folder, mtp=mtp, progress=False, reserve_tokens=9000)
     assert same_lists(watched.done[0], model)
@@ -135,3 +145,23 @@ def test_a_checkpoint_that_does_not_fit_begins_nothing(tmp_path, watched):
     with pytest.raises(CheckpointError, match="does not fit the model"):
         load(folder, progress=False)
     assert watched.done == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", [["nvfp4"], ["fp8_block", "nvfp4"]])
+def test_a_gpu_finds_every_kernel_and_compiles_none_later(formats, tmp_path, monkeypatch):
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
+    folder = tmp_path / "model"
+    save(mixed(1, formats), folder, layout="transformers", plain=("*",), plain_dtype=None)
+    results, warm = [], preparing_kernels.warm_ranks
+    monkeypatch.setattr(
+        preparing_kernels, "warm_ranks", lambda *rest: results.append(warm(*rest)) or results[-1]
+    )
+    model = load(folder, device="cuda", dtype="bfloat16", mtp=False, progress=False)
+    [done] = results
+    assert (done.compiled, done.triton_compiled, done.failed, done.skipped) == (0, 0, {}, "")
+    assert done.triton > 0
+    before = compilations()
+    for length in (1, 21, 40):
+        assert len(model.generate([[1] * length], 3, stop_ids=())[0]) == 3
+    assert compilations() - before == {}

@@ -86,13 +86,12 @@ def listing_of(model: object, tokens: int = 64) -> Listing:
     return Listing(Recipe.of(model), Target(ARCH), tokens)
 
 
-def test_a_warm_up_afterwards_compiles_nothing(monkeypatch, capsys):
+def test_a_warm_up_afterwards_compiles_nothing(monkeypatch):
     workers = Workers(monkeypatch)
     with KernelsAhead() as ahead:
         ahead.begin(listing_of(CONFIG))
         ahead.wait(progress=True)
     assert len(workers.done) == len(set(workers.done)) > len(NAMES)
-    assert "kernels" in capsys.readouterr().err
     number = len(workers.done)
     done, outcome = _warmup.compile_model(CONFIG, ARCH, 64)
     assert (done.compiled, done.triton_compiled, done.failed) == (0, 0, {})
@@ -102,7 +101,6 @@ def test_a_warm_up_afterwards_compiles_nothing(monkeypatch, capsys):
         again.begin(listing_of(CONFIG))
         again.wait(progress=True)
     assert len(workers.done) == number, "nothing was left to do"
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("fault", ["_second", "list of CuTeDSL", "list of Triton"])
