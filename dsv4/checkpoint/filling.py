@@ -178,6 +178,7 @@ def fill_module(
     checkpoint: Checkpoint,
     request: FillRequest,
     hosting: Hosting | None = None,
+    before_reading: Callable[[], None] | None = None,
 ) -> Filled:
     """Fill a module tree as a request says; see ``fill``, also for errors.
 
@@ -187,6 +188,7 @@ def fill_module(
         request: How values become those of the model. A model that is dropped on an error needs no
             ``check_values``.
         hosting: Moves experts to host memory, a layer as soon as it is packed; None: experts stay.
+        before_reading: Called when headers are found right, before values are read.
 
     Returns:
         The layers that were packed and converted.
@@ -195,6 +197,8 @@ def fill_module(
     slots = slots_of(model, request.prefix)
     filling = _Filling(slots, checkpoint, options, request, hosting)
     nbytes = filling.check_headers(request.ignore)
+    if before_reading is not None:
+        before_reading()
     if request.check_values:
         filling.check_values(nbytes)
     return filling.finished(model, choice, nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from dsv4.parallel.agreement import reported
 from dsv4.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
+    from dsv4.compilation.ahead import KernelsAhead
     from dsv4.model import DeepseekV4ForCausalLM
 
 
@@ -99,15 +101,15 @@ def load(
             out, every NVFP4 layer makes a scale per token; ``dsv4.layers.calibrate`` can fix them
             later.
         prepare: On a GPU, preparations after which the first prompt compiles, captures and imports
-            nothing. True: the kernels of all steps are compiled, in parallel processes, or loaded
-            if they were compiled before or are in a bundle (``dsv4.warmup``); then the runner of
-            ``generate`` is made for one sequence of twice the tokens of a step by default (8192,
-            with a buffer for long prompts 32768), its CUDA graphs are captured, and calls of
-            ``generate`` are rehearsed (``dsv4.serving.prepare``, which says what memory that holds
-            until ``dsv4.serving.release``). ``"kernels"``: the kernels alone, for a
-            ``dsv4.serving.Runner`` of your own, whose ``warm_up`` captures its graphs. False:
-            nothing; kernels are compiled at their first launch. Without memory for it, or where a
-            capture fails, a warning says so, and the first ``generate`` does it.
+            nothing. True: the kernels of all steps are compiled, in parallel processes that run
+            while weights are read, or loaded if they were compiled before or are in a bundle
+            (``dsv4.warmup``); then the runner of ``generate`` is made for one sequence of twice the
+            tokens of a step by default (8192, with a buffer for long prompts 32768), its CUDA
+            graphs are captured, and calls of ``generate`` are rehearsed (``dsv4.serving.prepare``,
+            which says what memory that holds until ``dsv4.serving.release``). ``"kernels"``: the
+            kernels alone, for a ``dsv4.serving.Runner`` of your own, whose ``warm_up`` captures its
+            graphs. False: nothing; kernels are compiled at their first launch. Without memory for
+            it, or where a capture fails, a warning says so, and the first ``generate`` does it.
         progress: Whether to show progress on stderr; on several ranks rank 0 does.
         device_mesh: For a model on several GPUs or processes, a ``DeviceMesh`` of
             ``torch.distributed``, a ``ProcessGroup``, or a ``ParallelContext`` with your own group.
@@ -147,6 +149,8 @@ def load(
             configuration, options or version, or config.json is not a configuration this package
             implements.
     """
+    from dsv4.compilation.ahead import KernelsAhead
+
     with rank_loading.arguments_checked(device_mesh, parallel):
         request = LoadRequest(
             path=path,
@@ -168,9 +172,9 @@ def load(
         request.check()
     context = rank_loading.context_of(request, device_mesh, parallel)
     request = rank_loading.request_of_rank(request, context)
-    with reported(context):
-        model = _filled(request, context)
-        make_ready(model, request, context)
+    with reported(context), KernelsAhead() as ahead:
+        model = _filled(request, context, ahead)
+        make_ready(model, request, context, ahead)
     return model
 
 
@@ -195,8 +199,15 @@ def verify(path: str | Path, *, progress: bool = True) -> int:
         return check_module(_on_meta(config), checkpoint, request)
 
 
-def _filled(request: LoadRequest, context: ParallelContext | None) -> DeepseekV4ForCausalLM:
-    """Build the model and fill it; its ``load_report`` says what was left out."""
+def _filled(
+    request: LoadRequest, context: ParallelContext | None, ahead: KernelsAhead
+) -> DeepseekV4ForCausalLM:
+    """Build the model and fill it, while its kernels are compiled ahead.
+
+    Its ``load_report`` says what was left out.
+    """
+    from dsv4.checkpoint.kernels_ahead import begin_kernels
+
     values = request.values
     with Checkpoint.open(request.path) as checkpoint:
         mtp = rank_loading.drafts_of_ranks(checkpoint, request.mtp, context)
@@ -206,7 +217,10 @@ def _filled(request: LoadRequest, context: ParallelContext | None) -> DeepseekV4
         hosting = hosting_of(request.host_experts, checkpoint, config, values)
         model = _on_meta(config, context)
         values = replace(values, ignore=ignored_drafts(config))
-        filled = fill_module(model, checkpoint, values, hosting)
+        begin = None  # where experts in host memory will be is not known yet
+        if hosting is None:
+            begin = functools.partial(begin_kernels, ahead, model, checkpoint, request)
+        filled = fill_module(model, checkpoint, values, hosting, before_reading=begin)
         model.load_report = report_of(checkpoint, config, values.input_scales, filled)
     return model
 

@@ -14,15 +14,25 @@ from dsv4.layers.step_tokens import free_bytes, limit_step_tokens, step_tokens
 from dsv4.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
+    from dsv4.compilation.ahead import KernelsAhead
     from dsv4.model import DeepseekV4ForCausalLM
 
 _logger = logging.getLogger("dsv4.checkpoint")
 
 
 def make_ready(
-    model: DeepseekV4ForCausalLM, request: LoadRequest, context: ParallelContext | None
+    model: DeepseekV4ForCausalLM,
+    request: LoadRequest,
+    context: ParallelContext | None,
+    ahead: KernelsAhead,
 ) -> None:
     """Reserve memory, connect the ranks, and prepare steps as the request says.
+
+    Args:
+        model: The model, filled.
+        request: The request.
+        context: The rank of this process; None: it is alone.
+        ahead: Compiles kernels since before the model was filled.
 
     Raises:
         RankError: if another rank failed.
@@ -35,6 +45,7 @@ def make_ready(
     if context is not None:
         connect(model, context)
     if request.prepare:
+        ahead.wait(request.values.progress)
         _prepare(model, request)
         _reserve_again(model, request.reserve_tokens)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4.compilation import bundle
-from dsv4.compilation.jobs import CuteJob, FindJob, KernelJob, TritonJob
+from dsv4.compilation.jobs import CuteJob, FindJob, KernelJob, PlanJob, TritonJob
 from dsv4.compilation.launch_recorder import Steps
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.pool import Finished, Pool
@@ -85,6 +85,14 @@ class Compilation:
         self._pool.start()
         self._pool.add(jobs)
 
+    def plan(self, listing: Listing) -> None:
+        """Choose the CuTeDSL kernels of a model in another process, and compile them.
+
+        Args:
+            listing: Says of what.
+        """
+        self._pool.add([PlanJob(listing.recipe, listing.target, listing.max_tokens)])
+
     def add(self, jobs: Iterable[KernelJob]) -> None:
         """Compile these, too, each once.
 
@@ -113,6 +121,8 @@ class Compilation:
         for finished in self._pool.finished():
             if isinstance(finished.job, FindJob):
                 self._add_steps(finished)
+            elif isinstance(finished.job, PlanJob):
+                self._add_plans(finished)
             else:
                 self._compiled(finished)
 
@@ -137,6 +147,12 @@ class Compilation:
         else:
             self._parts[job] = done.result
             self.add(TritonJob(request) for request in done.result.requests.values())
+
+    def _add_plans(self, finished: Finished) -> None:
+        job, done = finished.job, finished.done
+        if done.error:
+            raise RuntimeError(f"{job.name} failed: {done.error}\n{done.details}")
+        self.add(CuteJob(plan, job.target.arch) for plan in done.result)
 
     def _compiled(self, finished: Finished) -> None:
         job, done = finished.job, finished.done

@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from dsv4 import device as machine
 from dsv4.compilation.bundle import Compiled
 from dsv4.compilation.recipe import ModelRecipe
 from dsv4.parallel import mailboxes
@@ -21,7 +22,7 @@ _LONG = {
     "TopkClusterPlan": 1.7,
     "_update_kernel": 1.2,
 }
-_USUAL = {"cute": 0.7, "triton": 0.4, "list": 5.0}
+_USUAL = {"cute": 0.7, "triton": 0.4, "list": 5.0, "plans": 6.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,5 +156,36 @@ class FindJob:
             return steps.find_steps(model, self.target, self.max_tokens, self.shapes)
 
 
-Job = CuteJob | TritonJob | FindJob
+@dataclass(frozen=True, eq=False)
+class PlanJob:
+    """Chooses the CuTeDSL kernels of a model; fields as those of ``FindJob``."""
+
+    recipe: ModelRecipe
+    target: Any
+    max_tokens: int
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return "the list of CuTeDSL kernels"
+
+    @property
+    def seconds(self) -> float:
+        """Estimate of the time; it is begun first, because others compile what it finds."""
+        return _USUAL["plans"]
+
+    def run(self) -> list[Any]:
+        """Return the configurations of the kernels."""
+        from dsv4.compilation.kernel_calls import every_call, kernel_plans
+        from dsv4.cute.sm90 import tuned
+
+        target = self.target
+        plans = target.plans or tuned.resolve(None)
+        facts = machine.pretend(capability=target.capability, sms=target.sms, plans=plans)
+        with mailboxes.kept_open(), facts:
+            calls = every_call(self.recipe.build(target.arch), target.arch)
+            return kernel_plans(calls, self.max_tokens, target.arch)
+
+
+Job = CuteJob | TritonJob | FindJob | PlanJob
 KernelJob = CuteJob | TritonJob

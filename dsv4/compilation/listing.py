@@ -2,7 +2,8 @@
 
 Making it takes some CPU seconds, and most of a start from a bundle. A list is kept like a compiled
 kernel, in the folder of compiled kernels and in bundles, under a key of the model's recipe, the GPU
-and all sources of this package. It is used only while every kernel of it is stored, too.
+and all sources of this package. It is used for steps of as many tokens as it was made for, or
+fewer, and only while every kernel of it is stored, too.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Listing:
 
     @property
     def key(self) -> bytes:
-        """SHA-256 of all that the list depends on."""
+        """SHA-256 of all that the list depends on, but for ``max_tokens``, which it says itself."""
         from dsv4.triton._runtime import kernel_store as triton_images
 
-        made_from = [self.recipe, self.target.arch, self.target.sms, self.max_tokens]
+        made_from = [self.recipe, self.target.arch, self.target.sms]
         if self.target.plans is not None:
             made_from.append(self.target.plans.digest)
         made_from += [Versions.current(), digest((".",)), triton_images.environment()]
@@ -58,19 +59,20 @@ class Listing:
             [op, name, sorted(ran.kernels), ran.reasons] for (op, name), ran in steps.ran.items()
         ]
         kernels = {key.hex(): request.name for key, request in steps.requests.items()}
-        words = json.dumps({"kernels": kernels, "ran": ran}, sort_keys=True).encode()
-        content = sealed_file.encode(_MAGIC, self.key, words)
-        return bundle.Compiled(self.key, "the list of kernels of a model's steps", content)
+        content = {"kernels": kernels, "max_tokens": self.max_tokens, "ran": ran}
+        words = json.dumps(content, sort_keys=True).encode()
+        file = sealed_file.encode(_MAGIC, self.key, words)
+        return bundle.Compiled(self.key, "the list of kernels of a model's steps", file)
 
     def stored(self) -> Steps | None:
-        """The list, without requests; None if it is not kept, or a kernel of it is not."""
+        """The list, without requests, or one of longer steps; None if a kernel of it is missing."""
         from dsv4.triton._runtime import kernel_store as triton_images
 
         def decode(file: bytes) -> dict[str, Any]:
             return json.loads(sealed_file.decode(_MAGIC, self.key, file))
 
         content = cubin_cache.find(self.target.arch, self.key, self.file_name, decode)
-        if content is None:
+        if content is None or content["max_tokens"] < self.max_tokens:
             return None
         known = {bytes.fromhex(key): name for key, name in content["kernels"].items()}
         for key in known:
@@ -82,5 +84,7 @@ class Listing:
         return Steps(ran, known=known)
 
     def keep(self, steps: Steps) -> None:
-        """Keep a list on disk, if that can be."""
-        cubin_cache.keep(self.file_name, self.encode(steps).content)
+        """Keep a list on disk, or in this process where that cannot be."""
+        content = self.encode(steps).content
+        if not cubin_cache.keep(self.file_name, content):
+            bundle.active().fresh[self.key] = content

@@ -71,13 +71,20 @@ class Pool:
     Jobs can be added while others are done. Threads of this process each have a worker process.
     """
 
-    def __init__(self, workers: int | None = None, arch: str = "") -> None:
-        """Make one without any process; see ``run`` for the arguments."""
+    def __init__(self, workers: int | None = None, arch: str = "", *, here: bool = True) -> None:
+        """Make one without any process; see ``run`` for the other arguments.
+
+        Args:
+            workers: See there.
+            arch: See there.
+            here: Whether this process does jobs that are not worth a worker, and those for which
+                none can be started. If not, the former have a worker and the latter fail.
+        """
         if workers is not None and workers < 1:
             raise ValueError(f"workers is {workers}, wanted at least 1 or None")
         self.workers = min(processors() if workers is None else workers, _MOST_WORKERS)
-        self._arch = arch
-        self._finished: queue.Queue[Finished | Job] = queue.Queue()
+        self._arch, self._here = arch, here
+        self._finished: queue.Queue[Finished | Job | None] = queue.Queue()
         self._order = itertools.count()
         self._waiting: list[tuple[float, int, Job]] = []
         self._open = 0  # jobs whose results nobody has taken
@@ -96,7 +103,12 @@ class Pool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop()
+        self.stop()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether ``stop`` was called, so that jobs may have no result."""
+        return self._stopped
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Do these jobs, too."""
@@ -106,8 +118,8 @@ class Pool:
                 heapq.heappush(self._waiting, entry)
                 self._open += 1
             self._changed.notify_all()
-            several = len(self._waiting) > _SMALL_COUNT
-        if several:
+            begins = len(self._waiting) > _SMALL_COUNT or not self._here
+        if begins:
             self.start(min(self.workers, self._open))
 
     def start(self, count: int | None = None) -> None:
@@ -117,7 +129,7 @@ class Pool:
             count: How many; None: all.
         """
         count = self.workers if count is None else count
-        if self._threads or not can_start():
+        if self._threads or self._stopped or not can_start():
             return
         if count > _SMALL_COUNT:
             self._forks = forks.start(count, self._arch)
@@ -128,18 +140,19 @@ class Pool:
             thread.start()
 
     def finished(self) -> Iterator[Finished]:
-        """Results as they come, until there is one of every job that was added."""
-        while self._open:
-            if not self._threads:
-                job = self._taken()
-                assert job is not None
-                result = Finished(job, done(job))
-            else:
-                entry = self._finished.get()
-                # A job comes back where no process can be started.
-                result = entry if isinstance(entry, Finished) else Finished(entry, done(entry))
+        """Results as they come, until there is one of every job that was added, or ``stop``."""
+        while self._open and not self._stopped:
+            # A job comes back where no process can be started.
+            entry = self._finished.get() if self._threads else self._taken()
+            if entry is None:
+                return
+            result = entry if isinstance(entry, Finished) else Finished(entry, self._done(entry))
             self._open -= 1
             yield result
+
+    def _done(self, job: Job) -> Done:
+        """Do a job that no process does."""
+        return done(job) if self._here else Done(error="no worker process can be started")
 
     def _taken(self) -> Job | None:
         """The next job to do, the longest; None if there will be no more."""
@@ -164,8 +177,11 @@ class Pool:
         if process is not None:
             _end(process)
 
-    def _stop(self) -> None:
-        """Begin no other job, and end the processes, by force where jobs were not done."""
+    def stop(self) -> None:
+        """Begin no other job, and end the processes, by force where jobs were not done.
+
+        Another thread that waits for results gets no more of them.
+        """
         with self._changed:
             self._stopped = True
             self._waiting.clear()
@@ -178,6 +194,7 @@ class Pool:
                     self._forks.stop()
         for thread in self._threads:
             thread.join()
+        self._finished.put(None)
         if self._forks is not None:
             self._forks.end()
 
@@ -189,7 +206,7 @@ class Pool:
             return None if self._stopped else self._known(start())
 
     def _known(self, process: _Process | None) -> _Process | None:
-        """Register a process, so that ``_stop`` ends it."""
+        """Register a process, so that ``stop`` ends it."""
         with self._changed:
             if process is not None:
                 self._processes.append(process)

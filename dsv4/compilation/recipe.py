@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -112,8 +112,8 @@ class Recipe:
     def of(cls, model: Any, ranks: Ranks = ALONE) -> Recipe:
         """Return the recipe of a model; of a configuration, that of a bfloat16 model in NVFP4.
 
-        Its compressors are plain, as published checkpoints leave them. With FP8 activations the
-        weights of a configuration count as exact in FP8.
+        Its compressors and head are plain, as published checkpoints leave them. With FP8
+        activations the weights of a configuration count as exact in FP8.
 
         Args:
             model: Either of them.
@@ -131,14 +131,35 @@ class Recipe:
             weights = tuple((n, Weight(None) if is_plain(n) else packed) for n in names)
             return cls(short, weights=weights, ranks=ranks)
         assert isinstance(model, DeepseekV4ForCausalLM)
+        return cls.of_filled(model, model.dtype)
+
+    @classmethod
+    def of_filled(
+        cls,
+        model: DeepseekV4ForCausalLM,
+        dtype: torch.dtype,
+        weights: Mapping[str, Weight] | None = None,
+    ) -> Recipe:
+        """Return the recipe of a model when it has its weights.
+
+        Args:
+            model: The model, which may be without values still.
+            dtype: Dtype of what is not quantised.
+            weights: How the weights will be stored, by name; None: as they are.
+        """
         own = ALONE if model.parallel is None else model.parallel.ranks
         draft = draft_steps.has_draft(model)
-        recipe, _ = cls.of_modules(model, model.config, model.dtype, draft)
+        recipe, _ = cls.of_modules(model, model.config, dtype, draft, weights)
         return replace(recipe, ranks=own)
 
     @classmethod
     def of_modules(
-        cls, model: Any, config: ModelConfig, dtype: torch.dtype, draft: bool = False
+        cls,
+        model: Any,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        draft: bool = False,
+        weights: Mapping[str, Weight] | None = None,
     ) -> tuple[Recipe, list[int]]:
         """Return the recipe of a module tree with a model's names, and the layers that it takes.
 
@@ -147,17 +168,20 @@ class Recipe:
             config: Its configuration.
             dtype: Dtype of what is not quantised.
             draft: Whether it has a draft.
+            weights: See ``of_filled``.
         """
-        layers = model.model.layers
-        kinds = list(zip(_kinds(config), map(_weights, layers), strict=True))
-        chosen = _first_of_each(kinds, config, draft)
+        layers = [
+            _weights(layer, f"model.layers.{i}.", weights)
+            for i, layer in enumerate(model.model.layers)
+        ]
+        chosen = _first_of_each(list(zip(_kinds(config), layers, strict=True)), config, draft)
         named = [
             (f"model.layers.{position}.{name}", weight)
             for position, i in enumerate(chosen)
-            for name, weight in _weights(layers[i])
+            for name, weight in layers[i]
         ]
         elsewhere = ("model.layers.",) if draft else ("model.layers.", "mtp.")
-        others = [(n, w) for n, w in _weights(model) if not n.startswith(elsewhere)]
+        others = [(n, w) for n, w in _weights(model, "", weights) if not n.startswith(elsewhere)]
         return cls(_of_layers(config, chosen, draft), dtype, (*named, *others)), chosen
 
     @property
@@ -178,8 +202,11 @@ class Recipe:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether NVFP4 checkpoints leave a weight as it is: inputs of compressors, indexers."""
-    return "compressor" in name and not name.endswith("q_b_proj")
+    """Return whether NVFP4 checkpoints leave a weight as it is: the head, inputs of compressors.
+
+    Steps launch the same Triton kernels for a head in NVFP4.
+    """
+    return name == "lm_head" or ("compressor" in name and not name.endswith("q_b_proj"))
 
 
 @functools.lru_cache(maxsize=4)
@@ -233,10 +260,18 @@ def _of_layers(config: ModelConfig, chosen: Sequence[int], draft: bool) -> Model
     )
 
 
-def _weights(module: nn.Module) -> tuple[tuple[str, Weight], ...]:
-    """Return how a module's weights are stored, by name."""
+def _weights(
+    module: nn.Module, prefix: str = "", known: Mapping[str, Weight] | None = None
+) -> tuple[tuple[str, Weight], ...]:
+    """Return how a module's weights are stored, by name.
+
+    Args:
+        module: The module.
+        prefix: What the names in ``known`` have before those of the module.
+        known: How they will be stored; None: as they are.
+    """
     return tuple(
-        (name, Weight.of(layer))
+        (name, Weight.of(layer) if known is None else known[prefix + name])
         for name, layer in module.named_modules()
         if isinstance(layer, Linear | DeepseekV4Experts)
     )

@@ -379,6 +379,15 @@ def _listing(
     return Listing(recipe or Recipe.of(model, ranks), target, max_tokens), ""
 
 
+def target_of(device: torch.device) -> Target | None:
+    """Return the target of a model's kernels on a device; None if there are none for it."""
+    if device.type != "cuda":
+        return None
+    gpu = _gpu(None, device, None)
+    arch = _architecture(gpu, None)
+    return None if arch is None else Target.of(gpu, arch)
+
+
 def _steps_of(work: _compile.Compilation) -> tuple[Steps, str]:
     """The list, or why it could not be made: then kernels are compiled at their first launch."""
     try:

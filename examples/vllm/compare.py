@@ -245,6 +245,7 @@ def compilation_lines(results: dict[str, dict[str, Any]]) -> list[str]:
         }
         count = sum(sum(names.values()) for names in own.values())
         lines.append(f"{name}: {count} kernels of dsv4 compiled after the start{_named(own)}")
+        lines += [f"  {phase}: {text}" for phase, a in later.items() for text in a.get("late", ())]
         if others:
             count = sum(sum(names.values()) for names in others.values())
             lines.append(f"{name}: {count} first launches of other Triton kernels{_named(others)}")

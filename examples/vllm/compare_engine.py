@@ -278,6 +278,7 @@ class Compilations:
     Attributes:
         others: Triton kernels that are compiled, or loaded from a disk, at their first launch by
             Triton itself: vLLM's.
+        late: This package's kernels, with the constants that they were compiled for.
     """
 
     def __init__(self) -> None:
@@ -286,9 +287,22 @@ class Compilations:
         self._own = of_this_process()
         self._own_before = self._own.copy()
         self.others: list[str] = []
-        self._listen()
+        self.late: list[str] = []
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
+        """Note from now on what is compiled, also kernels of this package that lie on a disk.
+
+        While somebody listens, its Triton kernels are compiled at their first launch.
+        """
+        from dsv4.cute.runtime import cubin_cache
+
+        compile_image = cubin_cache.compile_image
+
+        def noted(plan: Any, arch: str) -> Any:
+            self.late.append(repr(plan))
+            return compile_image(plan, arch)
+
+        cubin_cache.compile_image = noted
         try:
             from triton import knobs
         except ImportError:
@@ -296,18 +310,50 @@ class Compilations:
         before = knobs.runtime.jit_post_compile_hook
 
         def note(*arguments: Any, **named: Any) -> Any:
-            self.others.append(str(getattr(named.get("fn"), "name", "a kernel")))
+            self._note(named.get("fn"), named.get("compile") or {})
             return None if before is None else before(*arguments, **named)
 
         knobs.runtime.jit_post_compile_hook = note
+
+    def _note(self, function: Any, compiled: dict[str, Any]) -> None:
+        name = str(getattr(function, "name", "a kernel"))
+        if str(getattr(function, "module", "")).startswith("dsv4."):
+            self.late.append(specialisation(name, compiled))
+        else:
+            self.others.append(name)
 
     def since_last(self) -> dict[str, Any]:
         """Return what was compiled since the last call: dsv4's and others, by name."""
         own = self._own.copy()
         new = own - self._own_before
-        others = dict(Counter(self.others))
-        self._own_before, self.others = own, []
-        return {"compiled": new.total(), "compiled_names": dict(new), "first_launches": others}
+        answer = {
+            "compiled": new.total(),
+            "compiled_names": dict(new),
+            "late": self.late,
+            "first_launches": dict(Counter(self.others)),
+        }
+        self._own_before, self.others, self.late = own, [], []
+        return answer
+
+
+def specialisation(name: str, compiled: dict[str, Any]) -> str:
+    """Name of a Triton kernel, the constants that it was compiled for, and types of the rest.
+
+    Args:
+        name: Its name.
+        compiled: Argument ``compile`` of Triton's hook.
+    """
+    signature, constants = compiled.get("signature", {}), compiled.get("constants", {})
+    attributes = (compiled.get("configs") or [{}])[0]
+    names = list(signature)
+    words = [f"{names[path[0]]}={value}" for path, value in constants.items() if value is not None]
+    exact = {names[path[0]] for path, value in attributes.items() if value}
+    types = [
+        f"{argument}: {kind}{' / 16' if argument in exact else ''}"
+        for argument, kind in signature.items()
+        if kind != "constexpr"
+    ]
+    return f"{name} [{', '.join(words)}] ({', '.join(types)})"
 
 
 @dataclass(frozen=True)
@@ -373,6 +419,7 @@ def serve(request: dict[str, Any]) -> None:
         request["folder"], request["options"], request["drafts"], request.get("draft", "mtp")
     )
     _say({**worker.start(), **compilations.since_last()})
+    compilations.listen()
     for line in sys.stdin:
         call = json.loads(line)
         answer = getattr(worker, call["call"])(**call["arguments"])

@@ -356,6 +356,8 @@ def test_a_list_is_used_while_all_of_its_kernels_are_stored(names, data):
         else:
             assert result is not None
             assert (result.known, result.ran, result.requests) == (names, ran, {})
+        shorter = dataclasses.replace(listing, max_tokens=7).stored()
+        assert (shorter is None) == (result is None), "longer steps launch what these do"
         for other in (
             dataclasses.replace(listing, max_tokens=9),
             dataclasses.replace(listing, target=Target("sm_90a", 131)),

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from safetensors import safe_open
 from dsv4.bench.suites.random_model import Weights, random_model
 from dsv4.compilation.counts import of_this_process
 from dsv4.config import CSA, HCA, SLIDING, DSparkConfig, ModelConfig
+from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.sm90.attention_plan import MergePlan
 from dsv4.serving import Runner
 from tests.integrations.vllm import compare_process
 
@@ -144,11 +147,19 @@ def test_an_engine_that_is_late_is_left(tmp_path, capsys):
 def test_what_is_compiled_after_the_start_is_named():
     results = {
         "start": {"parts": {"compiled": 40, "compiled_names": {"gemm": 40}}, "stock": {}},
-        "decode 1": {"parts": {"compiled": 2, "compiled_names": {"rope": 2}}, "stock": {}},
+        "decode 1": {
+            "parts": {
+                "compiled": 1,
+                "compiled_names": {"rope": 1},
+                "late": ["rope [D=64] (x: i32)"],
+            },
+            "stock": {},
+        },
         "scores": {"parts": {"compiled": 0, "first_launches": {"_topk": 1}}, "stock": {}},
     }
     assert compare.compilation_lines(results) == [
-        "parts: 2 kernels of dsv4 compiled after the start; decode 1: rope",
+        "parts: 1 kernels of dsv4 compiled after the start; decode 1: rope",
+        "  decode 1: rope [D=64] (x: i32)",
         "parts: 1 first launches of other Triton kernels; scores: _topk",
         "stock: 0 kernels of dsv4 compiled after the start",
     ]
@@ -162,6 +173,29 @@ def test_compilations_are_counted_call_by_call():
     assert answer["compiled_names"] == {"a_kernel": 1}
     assert (answer["compiled"], answer["first_launches"]) == (1, {"another": 1})
     assert counted.since_last()["compiled"] == 0
+
+
+def test_late_kernels_are_not_among_those_of_others(monkeypatch):
+    knobs = pytest.importorskip("triton").knobs
+    heard = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **named: heard.append(named))
+    monkeypatch.setattr(cubin_cache, "compile_image", lambda plan, arch: None)
+    counted = engine.Compilations()
+    counted.listen()
+    compiled = {
+        "signature": {"x": "*bf16", "rows": "i32", "BLOCK": "constexpr"},
+        "constants": {(2,): 64},
+        "configs": [{(0,): [["tt.divisibility", 16]], (1,): []}],
+    }
+    for module in ("dsv4.triton.norm", "vllm.ops"):
+        function = SimpleNamespace(name="_norm_kernel", module=module)
+        knobs.runtime.jit_post_compile_hook(fn=function, compile=compiled)
+    cubin_cache.compile_image(MergePlan(), "sm_90a")
+    answer = counted.since_last()
+    assert len(heard) == 2
+    assert answer["late"] == ["_norm_kernel [BLOCK=64] (x: *bf16 / 16, rows: i32)", "MergePlan()"]
+    assert answer["first_launches"] == {"_norm_kernel": 1}
+    assert counted.since_last()["late"] == []
 
 
 def test_one_long_step_and_long_steps_differ():

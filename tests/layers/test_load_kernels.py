@@ -14,6 +14,7 @@ import dsv4
 from dsv4 import layers
 from dsv4.checkpoint import preparing
 from dsv4.compilation import warmup
+from dsv4.compilation.ahead import KernelsAhead
 from dsv4.layers import HostExperts
 from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
 from dsv4.layers.step_tokens import STEP_TOKENS
@@ -89,7 +90,7 @@ def test_a_model_with_little_memory_has_shorter_steps(
     request: Any = SimpleNamespace(
         reserve_tokens=None, prepare=True, values=SimpleNamespace(progress=False)
     )
-    preparing.make_ready(model, request, None)
+    preparing.make_ready(model, request, None, KernelsAhead())
     assert seen == [{0: 4096, 5_000_000_000: 8192}.get(free, 16384)]
 
 

@@ -35,9 +35,11 @@ def checkpoint(folder: Path) -> Path:
 def run(size: int, last: str, folder: Path) -> list[dict[str, Any]]:
     """Start the processes; return what each found."""
     path = checkpoint(folder / "checkpoint").parent
-    spawn = multiprocessing.get_context("spawn")
+    # Forks of a process that has imported torch and done nothing else: an import takes seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel.ranks_program"])
     processes = [
-        spawn.Process(target=start, args=(rank, size, str(path), last)) for rank in range(size)
+        context.Process(target=start, args=(rank, size, str(path), last)) for rank in range(size)
     ]
     for process in processes:
         process.start()

@@ -203,22 +203,38 @@ def fits(key: Fp8WgmmaKey, measured: Fp8WgmmaConfiguration) -> bool:
 
 def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[Fp8WgmmaPlan]:
     """Return every configuration that can multiply; arguments as in ``fp8_plan``."""
-    group_rows, kind = problem.rows // problem.groups, (problem.float32_out, True)
-    if problem.columns % BLOCK or group_rows % 16:
+    group_rows = problem.rows // problem.groups
+    if group_rows % 16:
         return
+    own_rows = None if problem.groups == 1 else group_rows
+    for plan in _of_any_tokens(own_rows, problem.columns, problem.float32_out, folded):
+        if plan.token_block <= 2 * max(tokens, 16):
+            yield plan
+
+
+@functools.cache  # as in ``gemm_wgmma_plan``
+def _of_any_tokens(
+    group_rows: int | None, columns: int, float32_out: bool, folded: bool
+) -> tuple[Fp8WgmmaPlan, ...]:
+    """Return ``candidates`` for more tokens than a tile has; ``group_rows`` of several groups."""
+    if columns % BLOCK:
+        return ()
+    result = []
     shapes = [(w, tile, 1) for w, tiles in _shapes(folded) for tile in tiles] + [(2, 16, 2)]
     for (warpgroups, token_block, resident), ctas in itertools.product(shapes, CLUSTERS):
+        kind = (float32_out, True)
         plan = _configuration(
             token_block, warpgroups, ctas, 2, *kind, folded=folded, ctas_per_sm=resident
         )
-        whole = problem.groups == 1 or group_rows % plan.rows == 0
-        if not whole or problem.columns // BLOCK < ctas or token_block > 2 * max(tokens, 16):
+        whole = group_rows is None or group_rows % plan.rows == 0
+        if not whole or columns // BLOCK < ctas:
             continue
         stages = plan.stages * (plan.stage_bytes - 16)
         if plan.stages >= 2 and (
             ctas == 1 or plan.has_exchange_buffer or plan.exchange_bytes <= stages
         ):
-            yield plan
+            result.append(plan)
+    return tuple(result)
 
 
 @cached

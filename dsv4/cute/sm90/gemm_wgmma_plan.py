@@ -378,8 +378,20 @@ def candidates(
     row_scaled: bool,
 ) -> Iterator[WgmmaPlan]:
     """Return every configuration that can multiply; arguments as in ``wgmma_plan``."""
+    own_rows = None if rows == group_rows else group_rows
+    for plan in _of_any_tokens(own_rows, columns, float32_out, row_scaled):
+        if plan.token_block <= 2 * max(tokens, 16):
+            yield plan
+
+
+@functools.cache  # choosing for every number of tokens took a third of its time for these
+def _of_any_tokens(
+    group_rows: int | None, columns: int, float32_out: bool, row_scaled: bool
+) -> tuple[WgmmaPlan, ...]:
+    """Return ``candidates`` for more tokens than a tile has; ``group_rows`` of several groups."""
     if columns % 128:
-        return
+        return ()
+    result = []
     shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])
     for (warpgroups, tiles, stage_k_blocks, token_block), ctas in itertools.product(
         shapes, CLUSTERS
@@ -388,15 +400,16 @@ def candidates(
         plan = _configuration(
             token_block, warpgroups, ctas, stage_k_blocks, *kind, warp_tiles=tiles
         )
-        whole = rows == group_rows or group_rows % plan.rows == 0
+        whole = group_rows is None or group_rows % plan.rows == 0
         stages = columns // 64 // stage_k_blocks
         # 512 rows of a CTA: registers hold these options beside the accumulators of 32 tokens only.
         spills = plan.rows == 512 and token_block > 32 and (float32_out or row_scaled)
-        if spills or not whole or stages < ctas or token_block > 2 * max(tokens, 16):
+        if spills or not whole or stages < ctas:
             continue
         ring_bytes = plan.stages * (plan.stage_bytes - 16)
         if ctas == 1 or plan.has_exchange_buffer or plan.exchange_bytes <= ring_bytes:
-            yield plan
+            result.append(plan)
+    return tuple(result)
 
 
 def estimated_cycles(

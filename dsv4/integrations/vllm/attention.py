@@ -213,6 +213,31 @@ class Attention(DeepseekV4FlashMLAAttention):
         if limits is not None and all(part is None or isinstance(part, known) for part in parts):
             attention_warm.warm(self, tokens, limits)
 
+    def dsv4_choose(self, x: torch.Tensor, positions: torch.Tensor) -> None:
+        """Choose entries in a forward that takes them all, and attend to them.
+
+        So does a step in which captured pieces, where the longest context is not known, have made
+        the queries.
+
+        Args:
+            x: ``[T, H]``.
+            positions: ``[T]``.
+        """
+        part = self.indexer
+        if not isinstance(part, indexer.Indexer) or not part.takes_all():
+            return
+        count = x.shape[0]
+        q, index_q, weights = (
+            x.new_zeros(size)
+            for size in (
+                (count, self.n_local_heads, self.head_dim),
+                (count, part.n_head * part.head_dim),
+                (count, part.n_head),
+            )
+        )
+        queries = part.queries(index_q, positions, self.indexer_rotary_emb, weights)
+        self._sparse_indexer_and_attn(x, *queries, q, q[:, 0], positions, Attended())
+
     def _tokens(self, metadata: dict[str, Any], positions: torch.Tensor) -> Tokens:
         return Tokens(metadata[self.swa_cache_layer.prefix], positions, self.window_size)
 
@@ -311,7 +336,8 @@ def adopt(model: nn.Module, context: Adoption) -> None:
         context.report.replaced(ATTENTION, name, "sparse_attention")
         compressor.adopt(name, module, context)
         indexer.adopt(name, module, context)
-        adopt_metadata(module, context.vllm_config)
+        if adopt_metadata(module, context.vllm_config):
+            context.report.replaced(ATTENTION, f"{name}.indexer.k_cache", step_metadata.KERNEL)
 
 
 def adopt_attention(
@@ -332,21 +358,30 @@ def adopt_attention(
     module._prepare_and_attn_fn = chosen.__get__(module)
 
 
-def adopt_metadata(module: Any, vllm_config: Any) -> None:
-    """Let vLLM make the metadata that replaced modules read; with drafts, it makes all of it."""
-    if getattr(vllm_config, "speculative_config", None) is not None:
-        return
+def adopt_metadata(module: Any, vllm_config: Any) -> bool:
+    """Let vLLM make the metadata that replaced modules read; with drafts, it makes all the rest.
+
+    A draft updates the metadata of its windows in place, for which it needs what vLLM makes. Index
+    keys are the main model's alone.
+
+    Returns:
+        Whether those of index keys are without DeepGEMM's plan.
+    """
     if module.compressor is not None and not isinstance(module.compressor, compressor.Compressor):
-        return  # vLLM's attention reads slots that these builders do not make
+        return False  # vLLM's attention reads slots that these builders do not make
+    parts = [module.compressor]
+    plans_nothing = False
+    if isinstance(module.indexer, indexer.Indexer):
+        plans_nothing = step_metadata.adopt(module.indexer.k_cache)
+        parts.append(module.indexer.compressor)
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        return plans_nothing
     module.dsv4_state.has_own_metadata = True
     step_metadata.adopt_window(module.swa_cache_layer)
-    parts = [module.compressor]
-    if isinstance(module.indexer, indexer.Indexer):
-        step_metadata.adopt(module.indexer.k_cache)
-        parts.append(module.indexer.compressor)
     for part in parts:
         if isinstance(part, compressor.Compressor):
             step_metadata.adopt(part.state_cache)
+    return plans_nothing
 
 
 def reason_against(module: DeepseekV4Attention, vllm_config: Any) -> str:

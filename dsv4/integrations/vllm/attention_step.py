@@ -18,6 +18,11 @@ from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 _SHARED = "dsv4_attention"
 
 
+def capturing() -> bool:
+    """Return whether the current stream is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def shared(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Return the value that ``make`` returned for ``key`` in this forward.
 
@@ -25,7 +30,7 @@ def shared(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     the tensors are made again when it is replayed.
     """
     made = get_forward_context().additional_kwargs.setdefault(_SHARED, {})
-    key = (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing(), *key)
+    key = (capturing(), *key)
     if key not in made:
         made[key] = make()
     return made[key]
@@ -163,7 +168,7 @@ def columns_used(block_table: torch.Tensor, block_tokens: int, longest: int) -> 
     A power of two of them, so that few shapes occur; all of them in a captured graph, which is
     replayed with longer contexts.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if capturing():
         return block_table
     blocks = max(1, -(-longest // block_tokens))
     return block_table[:, : 1 << (blocks - 1).bit_length()]

@@ -1,6 +1,6 @@
 """Steps of attention on scratch pages, before vLLM has allocated its caches.
 
-They launch what steps of requests launch, so that no request waits for a compiler: one prompt, or
+They launch what steps of requests launch, so that no request waits for a compiler: prompts, or
 sequences of one token, for each number of tokens and each width of block tables at which launchers
 may choose another kernel. vLLM's own warm-up runs only the sizes that it captures.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.worker.block_table import get_block_table_width
 
 from dsv4.kv_cache.pages import entry_layout
 
@@ -58,13 +59,18 @@ class Shape:
 
     Attributes:
         tokens: New tokens.
-        sequences: 1: they are a prompt; else as many as tokens.
+        sequences: Their number; they are prompts, or if there are as many as tokens decode.
         longest: Longest context, by which tables are cut.
     """
 
     tokens: int
     sequences: int
     longest: int
+
+    @property
+    def tokens_of_each(self) -> int:
+        """Tokens of a sequence, but for the last one."""
+        return -(-self.tokens // self.sequences)
 
 
 def block_tokens(module: Any, vllm_config: Any) -> int:
@@ -83,13 +89,23 @@ def block_tokens(module: Any, vllm_config: Any) -> int:
 
 
 def shapes(tokens: int, limits: Limits) -> Iterator[Shape]:
-    """Yield the steps with this number of tokens that may launch different kernels."""
-    is_power = tokens & (tokens - 1) == 0
-    for longest in limits.contexts() if is_power else limits.contexts()[-1:]:
-        if tokens <= limits.max_tokens:
-            yield Shape(tokens, 1, max(longest, tokens))
+    """Yield the steps with this number of tokens that may launch different kernels.
+
+    Prompts that share a step may all be shorter than it, so a step of many tokens has narrow tables
+    as well, while its sequences are no more than the engine takes. Tables that are cut have powers
+    of two of columns. With them launchers choose again behind powers of two of tokens.
+    """
+    every = _is_power(tokens) or _is_power(tokens - 1)
+    for longest in limits.contexts() if every else limits.contexts()[-1:]:
+        sequences = -(-tokens // longest)
+        if sequences <= limits.max_sequences:
+            yield Shape(tokens, sequences, longest)
         if 1 < tokens <= limits.max_sequences:
             yield Shape(tokens, tokens, longest)
+
+
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def warm(module: Any, tokens: int, limits: Limits) -> None:
@@ -103,12 +119,13 @@ def warm(module: Any, tokens: int, limits: Limits) -> None:
     device = module.attn_sink.device
     with scratch(module, limits):
         for shape in dict.fromkeys(shapes(tokens, limits)):
-            positions = torch.arange(tokens, device=device) // shape.sequences
+            positions = torch.arange(tokens, device=device) % shape.tokens_of_each
             x = torch.zeros(tokens, module.hidden_size, dtype=torch.bfloat16, device=device)
             metadata = fake_metadata(module, shape, positions, limits)
             context = ForwardContext(no_compile_layers={}, attn_metadata=metadata, slot_mapping={})
             with override_forward_context(context):
                 module(positions, x)
+                module.dsv4_choose(x, positions)
 
 
 @contextmanager
@@ -167,9 +184,9 @@ def fake_metadata(
         limits: The engine's.
     """
     count, device = shape.tokens, positions.device
-    prefilled = count if shape.sequences == 1 and count > 1 else 0
-    rows = torch.arange(shape.sequences, dtype=torch.int32, device=device)
-    requests = rows.repeat_interleave(count // shape.sequences)
+    prefilled = count if shape.sequences < count else 0
+    rows = torch.arange(count, dtype=torch.int32, device=device)
+    requests = rows.div(shape.tokens_of_each, rounding_mode="floor")
     offsets = torch.arange(module.window_size, dtype=torch.int32, device=device)
     seen = torch.where(offsets <= positions[:, None], offsets % _WINDOW_BLOCK, -1).to(torch.int32)
     decode, prefill = (None, seen.unsqueeze(1)) if prefilled else (seen.unsqueeze(1), None)
@@ -179,7 +196,7 @@ def fake_metadata(
         prefilled = 0
 
     def table(block_tokens: int) -> torch.Tensor:
-        columns = -(-limits.max_tokens // block_tokens)
+        columns = get_block_table_width(-(-limits.max_tokens // block_tokens), block_tokens)
         return torch.zeros(shape.sequences, columns, dtype=torch.int32, device=device)
 
     made: dict[str, Any] = {
@@ -207,7 +224,8 @@ def fake_metadata(
     made[module.prefix] = entries
     compressors = [module.compressor]
     if module.indexer is not None:
-        made[module.indexer.k_cache.prefix] = entries
+        keys = {**vars(entries), "slot_mapping": None}  # as ``step_metadata`` makes them
+        made[module.indexer.k_cache.prefix] = SimpleNamespace(**keys)
         compressors.append(module.indexer.compressor)
     for compressor in compressors:
         block = compressor.state_cache.block_size

@@ -27,7 +27,9 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import Ranks
 
 
-def compile_replaced(model: nn.Module, context: Adoption, tokens: int) -> None:
+def compile_replaced(
+    model: nn.Module, context: Adoption, tokens: int, *, steps: bool = True
+) -> None:
     """Compile the kernels of steps, or load them from disk or a bundle.
 
     Those of GEMMs follow from the replaced modules; those of attention, hyper-connections and norms
@@ -38,23 +40,24 @@ def compile_replaced(model: nn.Module, context: Adoption, tokens: int) -> None:
         model: vLLM's model with replaced modules, on a GPU.
         context: Of the adoption.
         tokens: Most tokens of a step.
+        steps: Whether to compile more than the GEMMs of the replaced modules.
     """
     group = get_tp_group()
     try:
         if group.rank_in_group == 0:
-            _compile(model, context, tokens)
+            _compile(model, context, tokens, steps)
     finally:  # so that the others do not wait for a rank that failed
         if group.world_size > 1:
             group.barrier()
     if group.rank_in_group != 0:
-        _compile(model, context, tokens)
+        _compile(model, context, tokens, steps)
 
 
-def _compile(model: nn.Module, context: Adoption, tokens: int) -> None:
+def _compile(model: nn.Module, context: Adoption, tokens: int, steps: bool) -> None:
     warm_loaded(model, tokens, progress=False)
     device = next(model.parameters()).device
     arch = EVERY_ARCHITECTURE.get(capability(device))
-    if arch is None:
+    if arch is None or not steps:
         return
     ranks = context.vllm_config.parallel_config.tensor_parallel_size
     try:

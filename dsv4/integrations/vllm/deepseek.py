@@ -105,7 +105,7 @@ def finish(model: nn.Module, context: Adoption, *, draft: bool = False) -> None:
     """
     context.report.nothing_replaced(context.switches.parts)
     check_strict(context)
-    warm_replaced(model, context, compile_first=not draft)
+    warm_replaced(model, context, draft=draft)
     publish(context, draft=draft)
 
 

@@ -11,6 +11,7 @@ Drafts have a report of their own, and are not watched by ``DSV4_VLLM_CHECK``.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from vllm.models.deepseek_v4.nvidia import mtp as vllm_mtp
 from dsv4.integrations.vllm import deepseek, draft_experts, norm, places
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.attention import Attention
+from dsv4.integrations.vllm.attention_warm import scratch
 from dsv4.integrations.vllm.hyper_connection import (
     shard_padding,
     spread,
@@ -63,8 +65,7 @@ class MtpLayer(vllm_mtp.DeepSeekV4MultiTokenPredictorLayer):
         assert inputs_embeds is not None
         block = self.mtp_block
         streams = previous_hidden_states.view(-1, self.hc_mult, self.config.hidden_size)
-        streams = rms_norm(streams, self.hnorm.weight, self.hnorm.variance_epsilon)
-        embedded = rms_norm(inputs_embeds, self.enorm.weight, self.enorm.variance_epsilon)
+        streams, embedded = self._normed(streams, inputs_embeds)
         # As vLLM does: no token precedes that of position 0.
         embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
         if block.use_sequence_parallel:
@@ -77,6 +78,21 @@ class MtpLayer(vllm_mtp.DeepSeekV4MultiTokenPredictorLayer):
             streams = sequence_parallel.sp_all_gather(streams)[: positions.shape[0]]
         return streams.flatten(1)
 
+    def _normed(
+        self, streams: torch.Tensor, embedded: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norms of streams ``[T, n, H]`` and of embeddings ``[T, H]``."""
+        return (
+            rms_norm(streams, self.hnorm.weight, self.hnorm.variance_epsilon),
+            rms_norm(embedded, self.enorm.weight, self.enorm.variance_epsilon),
+        )
+
+    def dsv4_warm(self, tokens: int) -> None:
+        """Launch the kernels of a step of that many tokens on zeros; layers launch their own."""
+        size = (tokens, self.hc_mult, self.config.hidden_size)
+        streams = self.hnorm.weight.new_zeros(size, dtype=torch.bfloat16)
+        self._normed(streams, streams[:, 0].contiguous())
+
 
 class Mtp(vllm_mtp.DeepSeekV4MultiTokenPredictor):
     """vLLM's MTP layers, with this package's head."""
@@ -86,9 +102,20 @@ class Mtp(vllm_mtp.DeepSeekV4MultiTokenPredictor):
         number = self.mtp_start_layer_idx + spec_step_idx % self.num_mtp_layers
         layer = self.layers[str(number)]
         streams = hidden_states.view(-1, layer.hc_mult, layer.config.hidden_size)
-        last = layer.shared_head.norm
-        hidden = rms_norm(_head(streams, layer), last.weight, last.variance_epsilon)
+        hidden = self._normed_head(streams, layer)
         return self.logits_processor(layer.shared_head.head, hidden)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _normed_head(streams: torch.Tensor, layer: Any) -> torch.Tensor:
+        """Normed hidden states ``[T, H]`` of streams ``[T, n, H]``."""
+        last = layer.shared_head.norm
+        return rms_norm(_head(streams, layer), last.weight, last.variance_epsilon)
+
+    def dsv4_warm(self, tokens: int) -> None:
+        """Launch the kernels of the head for that many tokens on zeros."""
+        layer = next(iter(self.layers.values()))
+        size = (tokens, layer.hc_mult, layer.config.hidden_size)
+        self._normed_head(layer.hc_head_fn.new_zeros(size, dtype=torch.bfloat16), layer)
 
 
 class Dspark(vllm_dspark.DSparkDeepseekV4Model):
@@ -115,6 +142,11 @@ class Dspark(vllm_dspark.DSparkDeepseekV4Model):
             streams = sequence_parallel.sp_all_gather(streams)[: positions.shape[0]]
         return _head(streams, self)
 
+    def dsv4_warm(self, tokens: int) -> None:
+        """Launch the kernels of the head for that many tokens on zeros."""
+        size = (tokens, self.hc_mult, self.hidden_size)
+        _head(self.hc_head_fn.new_zeros(size, dtype=torch.bfloat16), self)
+
 
 class DsparkContext(Dspark):
     """And the context's entries, where the attention is this package's."""
@@ -134,12 +166,36 @@ class DsparkContext(Dspark):
             context_slot_mappings: Per stage ``[T]``, or None: nothing is stored there.
         """
         kv = self.context_wkv_proj(main_x).unflatten(-1, (self.num_dspark_layers, -1))
+        if context_slot_mappings is not None:
+            self._store_context(kv, context_positions, context_slot_mappings)
+
+    def dsv4_warm(self, tokens: int) -> None:
+        """And those that store the entries of as many tokens, on scratch pages."""
+        super().dsv4_warm(tokens)
+        attentions = [layer.attn for layer in self.layers]
+        if any(attention.dsv4_state.limits is None for attention in attentions):
+            return
+        size = (tokens, self.num_dspark_layers, self.config.head_dim)
+        kv = self.hc_head_fn.new_zeros(size, dtype=torch.bfloat16)
+        positions = torch.zeros(tokens, dtype=torch.int64, device=kv.device)
+        with ExitStack() as stack:
+            for attention in attentions:
+                stack.enter_context(scratch(attention, attention.dsv4_state.limits))
+            self._store_context(kv, positions, [positions] * len(attentions))
+
+    def _store_context(
+        self,
+        kv: torch.Tensor,
+        positions: torch.Tensor,
+        slots_of_stages: list[torch.Tensor | None],
+    ) -> None:
+        """Store ``kv [T, stages, D]`` in the windows of the stages that have slots."""
         for number, layer in enumerate(self.layers):
-            slots = None if context_slot_mappings is None else context_slot_mappings[number]
+            slots = slots_of_stages[number]
             if slots is None:
                 continue
             attention: Attention = layer.attn
-            cos, sin = attention.rotary_emb.cos_sin_cache[context_positions].chunk(2, dim=-1)
+            cos, sin = attention.rotary_emb.cos_sin_cache[positions].chunk(2, dim=-1)
             norm_rope_write_kv(
                 attention.window_pages(),
                 kv[:, number],

@@ -272,10 +272,10 @@ class Model(vllm_model.DeepseekV4Model):
         )
 
     def dsv4_warm(self, tokens: int) -> None:
-        """Launch the kernels of the last stage for that many tokens on zeros."""
+        """Launch the kernels of the head, in the last stage, for that many tokens on zeros."""
         if get_pp_group().is_last_rank:
             size = (tokens, self.hc_mult, self.config.hidden_size)
-            self.norm(self._head(self.hc_head_fn.new_zeros(size, dtype=torch.bfloat16)))
+            self._head(self.hc_head_fn.new_zeros(size, dtype=torch.bfloat16))
 
 
 def write_back(

@@ -12,7 +12,7 @@ from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
 
 from dsv4.integrations.vllm import compressor
 from dsv4.integrations.vllm.adoption import Adoption
-from dsv4.integrations.vllm.attention_step import Tokens, columns_used, tables
+from dsv4.integrations.vllm.attention_step import Tokens, capturing, columns_used, tables
 from dsv4.integrations.vllm.cache_views import PagesOf
 from dsv4.integrations.vllm.switches import ATTENTION
 from dsv4.ops.indexer import indexer_select, quantize_index_queries
@@ -59,13 +59,13 @@ class Indexer(DeepseekV4Indexer):
             if not skip_compressor:
                 self.compressor(compressed_kv_score, positions, rotary_emb)
 
-        if self._takes_all():
+        if self.takes_all():
             store_keys()
             return None, None, None
 
         def make_queries() -> Queries:
             q = self._wq_b_proj(qr, qr_scale)
-            return self._queries(q, positions, rotary_emb, indexer_weights)
+            return self.queries(q, positions, rotary_emb, indexer_weights)
 
         queries, _ = maybe_execute_in_parallel(
             make_queries,
@@ -76,18 +76,27 @@ class Indexer(DeepseekV4Indexer):
         )
         return queries  # type: ignore[no-any-return]
 
-    def _takes_all(self) -> bool:
+    def takes_all(self) -> bool:
+        """Return whether the step's longest context has no more entries than are chosen."""
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
             return False
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if capturing():
             return False
         longest: int = metadata[self.k_cache.prefix].max_seq_len
         return longest // self.compress_ratio <= self.topk_tokens
 
-    def _queries(
+    def queries(
         self, q: torch.Tensor, positions: torch.Tensor, rotary_emb: Any, weights: torch.Tensor
     ) -> Queries:
+        """Quantise rotated queries.
+
+        Args:
+            q: ``[T, heads D]``.
+            positions: ``[T]``.
+            rotary_emb: vLLM's, with its table.
+            weights: ``[T, heads]``, of the heads.
+        """
         cos, sin = tables(rotary_emb.cos_sin_cache, positions)
         made, folded = quantize_index_queries(
             q.view(-1, self.n_head, self.head_dim),

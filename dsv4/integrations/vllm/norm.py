@@ -29,13 +29,37 @@ class FinalNorm(layernorm.RMSNorm):
         """``[..., D]`` to the same."""
         return rms_norm(x, self.weight, self.variance_epsilon)
 
+    @property
+    def dsv4_kind(self) -> int:
+        """Norms of one width launch the same kernels."""
+        return int(self.weight.shape[0])
+
+    def dsv4_warm(self, tokens: int) -> None:
+        """Launch the kernels of a step of that many tokens on zeros."""
+        self(self.weight.new_zeros((tokens, self.dsv4_kind), dtype=torch.bfloat16))
+
 
 class Swiglu(activation.SiluAndMulWithClamp):
-    """vLLM's clamped SwiGLU by ``swiglu``."""
+    """vLLM's clamped SwiGLU by ``swiglu``.
+
+    Attributes:
+        dsv4_empty: ``[0, 2 I]``, an input without tokens.
+    """
+
+    dsv4_empty: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., 2 I]`` to ``[..., I]``."""
         return swiglu(x, self.swiglu_limit)
+
+    @property
+    def dsv4_kind(self) -> int:
+        """Activations of one width launch the same kernels."""
+        return int(self.dsv4_empty.shape[1])
+
+    def dsv4_warm(self, tokens: int) -> None:
+        """Launch the kernels of a step of that many tokens on zeros."""
+        self(self.dsv4_empty.new_zeros((tokens, self.dsv4_kind)))
 
 
 def split_and_norm(
@@ -54,6 +78,13 @@ def split_and_norm(
     weights = attention.q_norm.weight, attention.kv_norm.weight
     qr, kv = rms_norm_pair(qr_kv, *weights, attention.eps)
     return qr, None, kv
+
+
+def _warm_pair(attention: Any, tokens: int) -> None:
+    """Launch the kernels of ``split_and_norm`` for that many tokens on zeros."""
+    widths = attention.q_norm.weight.shape[0], attention.kv_norm.weight.shape[0]
+    weight = attention.q_norm.weight
+    split_and_norm(attention, weight.new_zeros((tokens, sum(widths)), dtype=torch.bfloat16))
 
 
 def adopt(model: nn.Module, context: Adoption) -> None:
@@ -97,6 +128,7 @@ def _adopt_pair(attention: Any, name: str, context: Adoption) -> None:
         _left(context, where, attention, "this attention has norms of its own")
         return
     attention._split_qkv_and_norm = MethodType(split_and_norm, attention)
+    attention.dsv4_warm = MethodType(_warm_pair, attention)
     context.report.replaced(HYPER_CONNECTION, where, "rms_norm_pair")
 
 
@@ -109,7 +141,14 @@ def _adopt_activation(mlp: Any, name: str, context: Adoption) -> None:
         _left(context, where, function, reason)
     else:
         function.__class__ = Swiglu
+        up = mlp.gate_up_proj
+        size = (0, up.output_size_per_partition)
+        function.dsv4_empty = torch.empty(size, dtype=up.params_dtype, device=_device(up))
         context.report.replaced(HYPER_CONNECTION, where, "swiglu")
+
+
+def _device(layer: nn.Module) -> torch.device:
+    return next(layer.parameters()).device
 
 
 def _left(context: Adoption, where: str, module: nn.Module, reason: str) -> None:

@@ -210,6 +210,11 @@ ATTENTION: tuple[Place, ...] = (
         "self, common_prefix_len, common_attn_metadata, fast_build",
     ),
     Place(
+        "vllm.v1.worker.block_table",
+        "get_block_table_width",
+        "max_num_blocks, block_size, token_alignment",
+    ),
+    Place(
         "vllm.v1.attention.backend",
         "AttentionBackend.get_preferred_block_size",
         "default_block_size",

@@ -35,6 +35,8 @@ from vllm.v1.attention.backends.mla.indexer import (
 )
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
+KERNEL = "index metadata, nothing planned"  # in the report
+
 
 class EntriesBuilder(DeepseekV4FlashMLAMetadataBuilder):
     """Makes the metadata of compressed entries."""
@@ -186,10 +188,16 @@ _CACHES: dict[type, type] = {
 }
 
 
-def adopt(cache: Any) -> None:
-    """Change the class of a cache that only replaced modules use; keep other classes."""
-    if type(cache) in _CACHES:
-        cache.__class__ = _CACHES[type(cache)]
+def adopt(cache: Any) -> bool:
+    """Change the class of a cache that only replaced modules use; keep other classes.
+
+    Returns:
+        Whether it was changed.
+    """
+    own = _CACHES.get(type(cache))
+    if own is not None:
+        cache.__class__ = own
+    return own is not None
 
 
 def adopt_window(cache: Any) -> None:

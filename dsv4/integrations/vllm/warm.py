@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dsv4.compilation.step_shapes import token_counts
+from dsv4.cute.sm90 import plans
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.compile_kernels import compile_replaced
@@ -21,27 +22,32 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 
 
-def warm_replaced(model: nn.Module, context: Adoption, *, compile_first: bool = True) -> None:
+def warm_replaced(model: nn.Module, context: Adoption, *, draft: bool = False) -> None:
     """Run every kind of replaced layer once for each choice of kernels, on a GPU.
 
     Args:
         model: vLLM's model with replaced modules.
         context: Of the adoption.
-        compile_first: Whether to compile the kernels of all steps in parallel before.
+        draft: Whether it is a draft, whose steps launch kernels that those of its main model have
+            compiled, but for sizes of its own.
     """
     layers, parts = list(kinds(model)), list(self_warming(model))
     if not (layers or parts) or next(model.parameters()).device.type != "cuda":
         return
     begin = time.perf_counter()
-    if compile_first:
-        compile_replaced(model, context, most_tokens(context))
-    for layer in layers:
-        run(layer, most_tokens(context))
-    for part in parts:
-        run_part(part, most_tokens(context))
+    compile_replaced(model, context, most_tokens(context), steps=not draft)
+    launch(model, most_tokens(context))
     torch.cuda.synchronize()
     count, seconds = len(layers) + len(parts), time.perf_counter() - begin
     logger().info("dsv4 compiled or loaded kernels of %d kinds in %.1f s", count, seconds)
+
+
+def launch(model: nn.Module, most: int) -> None:
+    """Run every kind of layer and part for the numbers of tokens up to ``most``."""
+    for layer in kinds(model):
+        run(layer, most)
+    for part in self_warming(model):
+        run_part(part, most)
 
 
 def most_tokens(context: Adoption) -> int:
@@ -82,24 +88,34 @@ def run_part(part: Any, most: int) -> None:
         part.dsv4_warm(tokens)
 
 
+def linear_token_counts(most: int) -> list[int]:
+    """Return numbers of tokens at which a linear layer may launch another kernel, CuTeDSL's too."""
+    return sorted({*token_counts(most), *plans.token_counts(most)})
+
+
 @torch.inference_mode()
 def run(layer: Linear | DeepseekV4Experts, most: int) -> None:
     """Run a layer for the numbers of tokens up to ``most`` at which launchers may choose again."""
-    for tokens in token_counts(most):
-        if isinstance(layer, DeepseekV4Experts):
+    if isinstance(layer, DeepseekV4Experts):
+        for tokens in token_counts(most):
             _run_experts(layer, tokens)
-        else:
-            groups = (layer.groups,) if layer.groups > 1 else ()
-            size = (tokens, *groups, layer.in_features)
-            layer(torch.zeros(size, dtype=torch.bfloat16, device=layer.device))
+        return
+    groups = (layer.groups,) if layer.groups > 1 else ()
+    for tokens in linear_token_counts(most):
+        size = (tokens, *groups, layer.in_features)
+        layer(torch.zeros(size, dtype=torch.bfloat16, device=layer.device))
 
 
 def _run_experts(layer: DeepseekV4Experts, tokens: int) -> None:
+    """Run a step, and add up its rows without and with a shared expert's result."""
     device, top_k = _device(layer), layer.num_experts_per_tok
     x = torch.zeros(tokens, layer.hidden_dim, dtype=torch.bfloat16, device=device)
     slots = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
     ids = (layer.first_expert + slots % layer.num_local_experts).to(torch.int32)  # as vLLM's
-    layer(x, ids, torch.ones(tokens, top_k, dtype=torch.float32, device=device))
+    weights = torch.ones(tokens, top_k, dtype=torch.float32, device=device)
+    rows = layer.routed_rows(x, ids, weights)
+    for shared in (None, x):
+        rows._replace(shared=shared).combined()
 
 
 def _device(layer: Linear | DeepseekV4Experts) -> torch.device:

@@ -7,6 +7,8 @@ from .mutant import TRITON, Mutant
 BUNDLES = "tests/compilation/test_bundle.py::"
 WARM = "tests/compilation/test_warm_kernels.py::"
 POOLS = "tests/compilation/test_compile_pool.py::"
+AHEAD = "tests/compilation/test_ahead.py::"
+READING = "tests/checkpoint/test_kernels_ahead.py::"
 
 MUTANTS = (
     Mutant(
@@ -80,5 +82,37 @@ MUTANTS = (
         "f'import json, os, sys; sys.path[:] = json.loads(os.environ.pop({_PATH!r})); '",
         "f'import json, os, sys; sys.path[1:] = json.loads(os.environ.pop({_PATH!r})); '",
         POOLS + "test_workers_have_the_search_path_of_the_parent_and_no_gpu",
+    ),
+    Mutant(
+        "start",
+        "jobs beside the reading that this process does, where others run operators",
+        "dsv4.compilation.pool:Pool._done",
+        "done(job) if self._here else Done(error='no worker process can be started')",
+        "done(job)",
+        AHEAD + "test_where_no_process_can_be_started_this_one_does_nothing",
+    ),
+    Mutant(
+        "start",
+        "a list of shorter steps",
+        "dsv4.compilation.listing:Listing.stored",
+        "content is None or content['max_tokens'] < self.max_tokens",
+        "content is None",
+        WARM + "test_a_list_is_used_while_all_of_its_kernels_are_stored",
+    ),
+    Mutant(
+        "start",
+        "kernels that begin when the weights are read",
+        "dsv4.checkpoint.loading:_filled",
+        "fill_module(model, checkpoint, values, hosting, before_reading=begin)",
+        "(fill_module(model, checkpoint, values, hosting), begin and begin())[0]",
+        READING + "test_the_list_is_that_of_the_filled_model",
+    ),
+    Mutant(
+        "start",
+        "weights of one scale dtype",
+        "dsv4.checkpoint.kernels_ahead:_expected_weight",
+        "Weight(name, options.scale_dtype(entry))",
+        "Weight(name, torch.float32)",
+        READING + "test_the_list_is_that_of_the_filled_model",
     ),
 )

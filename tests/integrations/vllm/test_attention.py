@@ -150,7 +150,7 @@ def test_a_layer_equals_this_packages_own(layer_type, takes_all, seed, steps):
     layer, sizes = own_layer(layer_type, seed), Sizes()
     module = adopted(layer, sizes)
     if module.indexer is not None and not takes_all:
-        object.__setattr__(module.indexer, "_takes_all", lambda: False)
+        object.__setattr__(module.indexer, "takes_all", lambda: False)
     inputs = inputs_of(layer, steps, seed)
     expected = own_outputs(layer, sizes, steps, inputs)
     for own, out in zip(expected, outputs(module, sizes, steps, inputs, seed), strict=True):
@@ -219,7 +219,7 @@ def test_chosen_entries_are_those_of_the_operators(fp4_keys, seed, steps, top_k)
         chosen.append(select(self, *arguments))
         return chosen[-1]
 
-    object.__setattr__(module.indexer, "_takes_all", lambda: False)
+    object.__setattr__(module.indexer, "takes_all", lambda: False)
     inputs = inputs_of(layer, steps, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexer.Indexer, "select", noted)
@@ -316,7 +316,7 @@ def test_vllm_indexer_may_stay():
     layer, sizes = own_layer(CSA, 1), Sizes(top_k=3)
     module, other = (adopted(layer, sizes) for _ in range(2))
     for m in (module, other):
-        object.__setattr__(m.indexer, "_takes_all", lambda: False)
+        object.__setattr__(m.indexer, "takes_all", lambda: False)
     stays: Any = other.indexer
     inputs = inputs_of(layer, MIXED, 0)
     expected = outputs(module, sizes, MIXED, inputs, 0)
@@ -325,7 +325,8 @@ def test_vllm_indexer_may_stay():
         """vLLM's class, with this package's choice in place of its CUDA kernels."""
 
         forward = indexer.Indexer.forward
-        _queries = indexer.Indexer._queries
+        queries = indexer.Indexer.queries
+        takes_all = indexer.Indexer.takes_all
         entry_format = indexer.Indexer.entry_format
 
     def choose(hidden: Any, q: torch.Tensor, k: None, weights: torch.Tensor) -> None:

@@ -108,7 +108,7 @@ def test_a_captured_step_is_replayed_with_other_tokens(layer_type):
     for captured in (False, True):
         module = on(adopted(layer, sizes), "cuda")
         if module.indexer is not None:
-            object.__setattr__(module.indexer, "_takes_all", lambda: False)
+            object.__setattr__(module.indexer, "takes_all", lambda: False)
         tables = Tables(module, sizes, 0)
         modules.run(module, *metadata(module, tables, prompt, "cuda"), inputs[0])
         made, positions = metadata(module, tables, first, "cuda")

@@ -104,15 +104,21 @@ def test_operators_of_steps_are_launched(layer_type: str, steps: list[Step]) -> 
 
 
 def test_shapes() -> None:
-    """A power of two of tokens has every width of tables, another number the widest alone."""
+    """Powers of two of tokens, and one more, have every width of tables, others the widest."""
     limits = Limits(256, 1000, 4)
     assert limits.contexts() == [256, 512, 1000]
-    assert list(shapes(3, limits)) == [Shape(3, 1, 1000), Shape(3, 3, 1000)]
+    assert list(shapes(7, limits)) == [Shape(7, 1, 1000)]
     assert list(shapes(4, limits)) == [
         Shape(4, sequences, longest) for longest in (256, 512, 1000) for sequences in (1, 4)
     ]
-    assert list(shapes(8, limits)) == [Shape(8, 1, longest) for longest in (256, 512, 1000)]
-    assert list(shapes(1024, limits)) == [], "no sequence is as long, and no step has as many"
+    for tokens in (8, 9):
+        assert list(shapes(tokens, limits)) == [
+            Shape(tokens, 1, longest) for longest in (256, 512, 1000)
+        ]
+    several = [Shape(1024, 4, 256), Shape(1024, 2, 512), Shape(1024, 2, 1000)]
+    assert list(shapes(1024, limits)) == several, "of prompts that are shorter than the step"
+    assert [shape.tokens_of_each for shape in several] == [256, 512, 512]
+    assert list(shapes(4096, limits)) == [], "no step has as many sequences"
 
 
 def test_one_module_of_each_ratio_warms_up() -> None:

@@ -419,11 +419,11 @@ def test_the_places_are_as_this_vllm_has_them():
     assert places.mismatches(places.DRAFT) == []
 
 
-def test_kernels_of_a_draft_are_launched_and_not_listed(mtp, monkeypatch):
+def test_kernels_of_steps_of_a_draft_are_launched_and_not_listed(mtp, monkeypatch):
     """Those of its layers are the main model's, which has compiled them."""
     called = []
     monkeypatch.setattr(deepseek, "warm_replaced", lambda *_, **options: called.append(options))
     monkeypatch.setattr(deepseek, "publish", lambda *_, **options: called.append(options))
     mtp.model.process_weights_after_loading()
-    assert called == [{"compile_first": False}, {"draft": True}]
+    assert called == [{"draft": True}, {"draft": True}]
     assert {type(part).__name__ for part in warm.self_warming(mtp.model)} >= {"DecoderLayer"}

@@ -430,6 +430,9 @@ class TestNorms:
             mlp = vllm_model.DeepseekV4MLP.__new__(vllm_model.DeepseekV4MLP)
             nn.Module.__init__(mlp)
             mlp.act_fn = SiluAndMulWithClamp(1.5, compile_native=False)
+        mlp.gate_up_proj = nn.Linear(8, 32, dtype=torch.bfloat16)
+        mlp.gate_up_proj.output_size_per_partition = 32
+        mlp.gate_up_proj.params_dtype = torch.bfloat16
         x = (torch.randn(tokens, 32, generator=strategies.generator(seed)) * 2).bfloat16()
         exact = mlp.act_fn.forward_native(x.double())
         adopted(mlp, norm)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import dsv4
 from dsv4.compilation import kernel_calls
 from dsv4.config import ModelConfig
+from dsv4.layers._routed_rows import RoutedRows
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.testing.assertions import assert_bitwise
@@ -136,7 +137,7 @@ def test_the_report_names_every_place_and_is_saved(loaded):
     assert len(json.loads(path.read_text())) == len(report.rows)
 
 
-def test_one_layer_of_each_kind_runs_before_requests(loaded):
+def test_one_layer_of_each_kind_runs_before_requests(loaded, monkeypatch):
     layers = list(warm.kinds(loaded.model))
     sizes = {(layer.in_features, layer.out_features) for layer in layers[:-1]}
     assert sizes == {(256, 640), (128, 2048), (256, 256), (128, 256)}
@@ -144,14 +145,21 @@ def test_one_layer_of_each_kind_runs_before_requests(loaded):
     calls = []
     hooks = [
         layer.register_forward_hook(lambda *call: calls.append((call[1][0].shape[0], call[2])))
-        for layer in layers
+        for layer in layers[:-1]
     ]
+    summed = []
+    combined = RoutedRows.combined
+    monkeypatch.setattr(
+        RoutedRows, "combined", lambda rows: summed.append((rows.shared, combined(rows)))
+    )
     for layer in layers:
         warm.run(layer, 5)
     for hook in hooks:
         hook.remove()
-    assert sorted(tokens for tokens, _ in calls) == sorted(list(range(1, 6)) * len(layers))
-    assert all(not out.float().any() for _, out in calls)
+    assert sorted(tokens for tokens, _ in calls) == sorted([*range(1, 6)] * len(hooks))
+    assert [len(out) for _, out in summed] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [shared is None for shared, _ in summed] == [True, False] * 5, "as both runners do"
+    assert all(not out.float().any() for _, out in calls + summed)
     most = loaded.config.scheduler_config.max_num_batched_tokens
     assert warm.most_tokens(loaded.model.dsv4) == most
 
@@ -186,7 +194,7 @@ def test_kernels_are_compiled_before_they_are_launched(loaded, monkeypatch, capl
 
     def compile_one(model, *args, **options):
         compiled.append(type(model).__module__)
-        if len(compiled) > 2:
+        if len(compiled) > 3:
             raise RuntimeError("no compiler")
 
     monkeypatch.setattr(compile_kernels, "warm_loaded", compile_one)
@@ -194,7 +202,9 @@ def test_kernels_are_compiled_before_they_are_launched(loaded, monkeypatch, capl
     monkeypatch.setattr(compile_kernels, "capability", lambda device: (9, 0))
     compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
     assert compiled == [type(loaded.model).__module__, "dsv4.model.causal_lm"]
-    compiled.append("")
+    compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64, steps=False)
+    assert compiled.pop() == type(loaded.model).__module__, "of a draft the GEMMs alone"
+    compiled += ["", ""]
     monkeypatch.setattr(compile_kernels, "warm_loaded", lambda *args, **options: None)
     with caplog.at_level("WARNING"):
         compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
