@@ -65,7 +65,11 @@ class Explanation:
     def reason(self) -> str:
         """Return why ``chosen`` was taken, in one sentence."""
         if self.chosen is None:
-            return f"nothing can run it: {dict(self.candidates)}"
+            why = dict(self.candidates).get(self.requested)
+            if why is not None:
+                return f"{self.requested!r} cannot run it: {why}"
+            refused = [f"{name}: {why}" for name, why in self.candidates if why]
+            return f"nothing can run it: {'; '.join(refused)}"
         if self.requested != AUTO:
             return f"asked for by name ({self.requested!r})"
         refused = [f"{name}: {why}" for name, why in self.candidates if why and name != self.chosen]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.problem import UsageError
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _sizes(layer)
     layer.add_argument("--context", type=_positive, default=8192, help="tokens before; 8192")
-    _common(layer)
+    _common(layer, refused=("--repeat", "--seed"))
     layer.set_defaults(command="layer")
     _moe(
         commands.add_parser("moe", help="routed experts and the block around them, by routing"),
@@ -131,7 +131,7 @@ def _crossover(parser: argparse.ArgumentParser) -> None:
     add(
         "--experts",
         type=_numbers,
-        help="routed experts; default 64 and the model's, on a CPU those",
+        help="routed experts; default 64 and the model's, on a CPU the model's",
     )
     add(
         "--cases",
@@ -140,7 +140,7 @@ def _crossover(parser: argparse.ArgumentParser) -> None:
         help="shell patterns over the names of GEMMs, comma-separated, e.g. 'flash q_b,*experts*'",
     )
     add("--seconds", type=_limit, default=600.0, help="no measurement begins later; default 600")
-    _common(parser, file="<date>-crossover")
+    _common(parser, file="<date>-crossover", repeat="1, on a GPU 10")
     parser.set_defaults(command="crossover")
 
 
@@ -154,7 +154,7 @@ def _all_reduce(parser: argparse.ArgumentParser) -> None:
         help="virtual ranks on one GPU: kernels without NVLink. Without it start the command by "
         "torchrun, a process per rank",
     )
-    _common(parser)
+    _common(parser, repeat="20, on a GPU 50")
     parser.set_defaults(command="all_reduce")
 
 
@@ -232,7 +232,8 @@ def _model(model: argparse.ArgumentParser) -> None:
         help="map the captured step: a Chrome trace with its launches, their waits and the "
         "critical path, and a table by operator; one of --tokens and --context, on a CUDA GPU",
     )
-    _common(model, "--out", file="<date>-model_<preset>_<recipe>")
+    file = "<date>-model_<preset>_<recipe>"
+    _common(model, "--out", file=file, refused=("--csv", "--markdown"))
     model.set_defaults(command="model")
 
 
@@ -294,17 +295,36 @@ def _report(report: argparse.ArgumentParser) -> None:
     report.set_defaults(command="report")
 
 
-def _common(to: argparse.ArgumentParser, *names_of_json: str, file: str = "<date>-<op>") -> None:
+def _common(
+    to: argparse.ArgumentParser,
+    *names_of_json: str,
+    file: str = "<date>-<op>",
+    repeat: str = "5, on a GPU 50",
+    refused: Sequence[str] = (),
+) -> None:
+    """Add the options that most commands take.
+
+    Args:
+        to: Parser of a command.
+        names_of_json: Other names of ``--json``.
+        file: Name of the file in a folder of results.
+        repeat: Default of ``--repeat``, in words.
+        refused: Options that the command refuses, which its help leaves out.
+    """
     # Suppressed defaults: a command's parser must not undo what was given before the command.
-    add = to.add_argument
     none = argparse.SUPPRESS
+
+    def add(name: str, *others: str, help: str, **how: Any) -> None:
+        said = none if name in refused else help
+        to.add_argument(name, *others, default=none, help=said, **how)
+
     folder = f"a file, or DIR/ for results/<gpu>/{file}.json"
-    add("--json", *names_of_json, dest="json", metavar="PATH", default=none, help=folder)
-    add("--csv", metavar="PATH", default=none, help="a file")
-    add("--markdown", action="store_true", default=none, help="print a Markdown table")
-    add("--repeat", type=_positive, default=none, help="timed runs; default 5, on a GPU 50")
-    add("--seed", type=int, default=none, help="of the random inputs; default 0")
-    add("--device", default=none, help="default: cuda:0 if there is one, else cpu")
+    add("--json", *names_of_json, dest="json", metavar="PATH", help=folder)
+    add("--csv", metavar="PATH", help="a file")
+    add("--markdown", action="store_true", help="print a Markdown table")
+    add("--repeat", type=_positive, help=f"timed runs; default {repeat}")
+    add("--seed", type=int, help="of the random inputs; default 0")
+    add("--device", help="default: cuda:0 if there is one, else cpu")
 
 
 def _baselines(to: argparse.ArgumentParser, example: str) -> None:

@@ -34,6 +34,7 @@ from dsv4.parallel.context import RankError
 
 ATTENTION = ("attention", "indexer", "attention_layer")
 OK, WRONG, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
+_WITHOUT_ROWS = ("list", "env", "explain", "compare", "tune", "report")
 # What the groups of cases with sizes of their own run.
 _OPERATORS = {"attention": "sparse_attention", "indexer": "indexer_select"}
 
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.version:
             print("\n".join(environment.version_lines()))
             return OK
+        _check_outputs(options)
         return _COMMANDS[options.command](options)
     except UsageError as error:
         if processes.is_first():  # all processes have the same options
@@ -56,6 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RankError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Check that a command that measures no rows is not asked to write them.
+
+    Raises:
+        UsageError: naming the option and the command.
+    """
+    for name in ("json", "csv", "markdown"):
+        if options.command in _WITHOUT_ROWS and hasattr(options, name):
+            raise UsageError(f"--{name} is not for {options.command}, which measures no rows")
 
 
 def _is_command(arguments: Sequence[str]) -> bool:
@@ -262,6 +275,7 @@ def _finish(
     stopped: str = "",
     checks: Sequence[Check] = (),
     document: dict[str, Any] | None = None,
+    markdown: str | None = None,
 ) -> int:
     """Print and write the rows, and say the verdict.
 
@@ -273,13 +287,15 @@ def _finish(
         stopped: Why the command ended early.
         checks: What was checked besides the rows.
         document: Content of the JSON file in place of the rows.
+        markdown: A Markdown table of one's own in place of that of the rows.
 
     Returns:
         The exit status.
     """
     print()
     if getattr(options, "markdown", False):
-        print(report.markdown(rows), end="")
+        print(report.markdown(rows) if markdown is None else markdown, end="")
+        print("\n".join(["", *report.notes(rows), *report.wrong(rows)]))
     elif lines is not None:
         print("\n".join([*lines, *report.wrong(rows)]))
     else:
@@ -329,6 +345,9 @@ def _list(options: argparse.Namespace) -> int:
 def _layer(options: argparse.Namespace) -> int:
     from dsv4.bench.suites import layer
 
+    for name in ("repeat", "seed"):
+        if hasattr(options, name):
+            raise UsageError(f"--{name} is not for layer, whose inputs and runs are fixed")
     device = _device(options)
     if device.type != "cuda":
         raise UsageError("layer: needs a CUDA GPU, the device is the CPU")
@@ -349,15 +368,17 @@ def _layer(options: argparse.Namespace) -> int:
 def _moe(options: argparse.Namespace) -> int:
     from dsv4.bench.suites import moe
 
+    usual = [1, 8, 64, 512, 4096] if _device(options).type == "cuda" else [1, 8]
+    sizes = own_shapes(options) or options.shapes.split(",")
+    measuring = _measuring(options)
+    moe.check(sizes, options.routings, measuring, options.activation)
     header = _print_header(options)
     points: moe.Measured = {}
     failed, stopped = OK, ""
     try:
-        usual = [1, 8, 64, 512, 4096] if _device(options).type == "cuda" else [1, 8]
-        sizes = own_shapes(options) or options.shapes.split(",")
         selection = sizes, options.routings, options.tokens or usual
         rates = environment.rates(_device(options))
-        moe.run(*selection, _measuring(options), rates, points, options.activation)
+        moe.run(*selection, measuring, rates, points, options.activation)
     except KeyboardInterrupt:
         failed, stopped = INTERRUPTED, f"interrupted after {len(points)} points"
     except UsageError:
@@ -394,7 +415,11 @@ def _crossover(options: argparse.Namespace) -> int:
     rows = list(crossover_results.rows(measured.gemms))
     document = crossover_results.document(header, measured.gemms)
     lines = crossover_results.lines(measured.gemms)
-    status = _finish(options, header, rows, lines, stopped, document=document)
+    status = _finish(
+        *(options, header, rows, lines, stopped),
+        document=document,
+        markdown=crossover_results.markdown(measured.gemms),
+    )
     return status or (INTERRUPTED if stopped else OK)
 
 

@@ -132,7 +132,10 @@ def write_csv(path: str, rows: Sequence[Row]) -> Path:
         writer = csv.writer(stream)
         names = ("op", "case", "shape", "tokens", "backend", "error", "match", "us", "bound_us")
         writer.writerow(
-            [*names, "copy_share", "bytes", "flops", "baselines", "baseline_ratio", "reason"]
+            [
+                *(*names, "copy_share", "bytes", "flops", "baselines", "baseline_ratio"),
+                *("reason", "message"),
+            ]
         )
         for row in rows:
             shape, baselines = (
@@ -141,6 +144,6 @@ def write_csv(path: str, rows: Sequence[Row]) -> Path:
             )
             cells = [row.op, row.case, shape, row.tokens, row.backend, row.error, row.match, row.us]
             cells += [row.bound_us, row.copy_share, row.bytes, row.flops, baselines]
-            cells += [row.baseline_ratio, row.reason]
+            cells += [row.baseline_ratio, row.reason, row.message]
             writer.writerow(cells)
     return target

@@ -256,11 +256,32 @@ def test_cases_are_chosen_by_pattern_and_stand_next_to_their_other_token_counts(
         (["run", "gemm", "--device", "cuda:99"], "--device is 'cuda:99'"),
         (["explain", "nonsense"], "operator is 'nonsense'"),
         (["nonsense"], "invalid choice"),
+        (["layer", "--repeat", "3"], "--repeat is not for layer, whose inputs and runs are fixed"),
+        (["--seed", "1", "layer"], "--seed is not for layer"),
+        (["--json", "x.json", "env"], "--json is not for env, which measures no rows"),
+        (["--markdown", "list"], "--markdown is not for list"),
     ],
 )
 def test_bad_commands_say_what_to_write(arguments: list[str], message: str, capsys):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "hidden"),
+    [
+        ("model", ["--out PATH", "default 5, on a GPU 50"], ["--csv", "--markdown"]),
+        ("layer", ["--csv PATH"], ["--repeat", "--seed"]),
+        ("crossover", ["default 1, on a GPU 10"], []),
+        ("all_reduce", ["default 20, on a GPU 50"], []),
+    ],
+)
+def test_help_lists_the_options_that_a_command_takes(command, said, hidden, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(text in printed for text in said)
+    assert not any(option in printed for option in hidden)
 
 
 def never(call):

@@ -152,6 +152,15 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys):
     assert main(["compare", str(path), str(path)]) == 0
 
 
+def test_markdown_has_the_crossovers(tmp_path: Path, capsys):
+    assert command(tmp_path / "c.json", "--cases", "tiny down", "--markdown") == 0
+    printed = capsys.readouterr().out.splitlines()
+    table = [line for line in printed if line.startswith("|")]
+    assert table[0] == "| GEMM | sizes | FP8 from | estimate | lost | 1 | 4 |"
+    assert table[2].startswith("| tiny down | N=128 K=128 |")
+    assert of.EXPLAINED in printed
+
+
 def test_a_page_shows_the_file(tmp_path: Path, monkeypatch):
     assert command(f"{tmp_path}/", "--cases", "tiny gate_up,*experts down") == 0
     root = tmp_path / "results"

@@ -443,7 +443,7 @@ class TestOnCpu:
     @pytest.mark.parametrize(
         ("value", "message"),
         [
-            ("auto", "on a CPU all experts are in host memory"),
+            ("auto", "error: --host-experts is auto, and on a CPU all experts are in host memory"),
             ("some", "wanted auto, or static experts and slots"),
             ("2+1", "slots is 1, wanted 2 to 6"),
             ("2+3+7", "staged is 7, wanted 0 to 6"),

@@ -383,7 +383,12 @@ def test_markdown_and_a_folder(tmp_path: Path, capsys, without_baselines):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--routings", "even"], "routing is 'even', wanted one of uniform, zipf, single"),
+        (
+            ["--routings", "zipf,even"],
+            "--routings has 'even', wanted some of uniform, zipf, single",
+        ),
+        (["--activation", "nvfp4"], "--activation is 'nvfp4', wanted one of bf16, fp8"),
+        (["--baselines", "cutlass"], "--baselines has 'cutlass', wanted some of"),
         (["--shapes", "huge"], "shapes are 'huge', wanted one of tiny, flash, pro"),
         (["--shapes", "tiny,huge"], "shapes are 'huge', wanted one of tiny, flash, pro"),
         (["--tokens", "0"], "0 is below 1"),
@@ -394,7 +399,9 @@ def test_markdown_and_a_folder(tmp_path: Path, capsys, without_baselines):
 @pytest.mark.parametrize("command", [["moe"], ["run", "moe"]], ids=" ".join)
 def test_bad_commands_say_what_to_write(command, arguments: list[str], message: str, capsys):
     assert main([*command, *arguments]) == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""  # nothing was measured before
 
 
 @pytest.mark.parametrize(
@@ -466,6 +473,10 @@ def test_a_baseline_that_fails_says_why(monkeypatch, tmp_path: Path, capsys):
         pair = row["case"].endswith("pair")
         assert row["message"] == ("absent: OSError: no compiler; broken: RuntimeError: " * pair)
     assert "absent: OSError: no compiler" in capsys.readouterr().out
+    table, csv_file = ("--routings", "zipf", "--markdown"), tmp_path / "r.csv"
+    assert command(tmp_path / "r.json", *table, "--csv", str(csv_file)) == 0
+    assert "absent: OSError: no compiler" in capsys.readouterr().out
+    assert "absent: OSError: no compiler" in csv_file.read_text()
 
 
 def one_after_another(gate_up, down) -> moe_baselines.Pair:

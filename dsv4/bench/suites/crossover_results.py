@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from dsv4.bench.pages.tables import table
 from dsv4.bench.report import number
 from dsv4.bench.results import Row
 from dsv4.bench.tables import plain, wrapped
@@ -193,6 +194,12 @@ def lines(gemms: Sequence[Times]) -> list[str]:
     said = [f"{times.name}: {times.message}" for times in gemms if times.message]
     table = plain(headings(gemms), body(gemms), keys=2)
     return [*table, "", *wrapped(EXPLAINED), *(line for text in said for line in wrapped(text))]
+
+
+def markdown(gemms: Sequence[Times]) -> str:
+    """Return the table in Markdown, with what its columns mean below."""
+    text = [*table(headings(gemms), body(gemms), texts=2), "", EXPLAINED]
+    return "\n".join([*text, ""])
 
 
 def _tokens(gemms: Sequence[Times]) -> list[int]:

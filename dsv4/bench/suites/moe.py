@@ -179,6 +179,27 @@ Point = tuple[str, str, int, float]
 Measured = dict[Point, dict[str, Row]]
 
 
+def check(
+    presets: Sequence[str | Shape],
+    routings: Sequence[str],
+    options: Options,
+    activation: str = BF16,
+) -> None:
+    """Check every name of a request, which costs nothing.
+
+    Raises:
+        UsageError: if one is unknown.
+    """
+    if activation not in ACTIVATIONS:
+        raise UsageError(f"--activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
+    _baselines(options, activation)
+    unknown = [name for name in routings if name not in ROUTINGS]
+    if unknown:
+        raise UsageError(f"--routings has {unknown[0]!r}, wanted some of {', '.join(ROUTINGS)}")
+    for preset in presets:
+        config_of(preset)
+
+
 def run(
     presets: Sequence[str | Shape],
     routings: Sequence[str],
@@ -195,14 +216,7 @@ def run(
     Raises:
         UsageError: if a name is unknown.
     """
-    if activation not in ACTIVATIONS:
-        raise UsageError(f"--activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
-    _baselines(options, activation)
-    unknown = [name for name in routings if name not in ROUTINGS]
-    if unknown:
-        raise UsageError(f"routing is {unknown[0]!r}, wanted one of {', '.join(ROUTINGS)}")
-    for preset in presets:
-        config_of(preset)
+    check(presets, routings, options, activation)
     for preset in presets:
         layer = draw_layer(preset, Draw(options.seed, options.device), activation)
         for routing in routings:

@@ -66,6 +66,8 @@ def placed(request: ModelRequest) -> ModelRequest:
             placement = request.host_experts
         placement.check(sizes.experts, sizes.layers, sizes.top_k)
         _host_memory.check_available(sizes.host_bytes(placement))
+    except UsageError:  # names the option
+        raise
     except (ValueError, MemoryError) as error:
         raise UsageError(f"--host-experts: {error}") from error
     return replace(request, host_experts=placement)
