@@ -262,7 +262,7 @@ class TestReadme:
         assert text.startswith("before\n<!-- bench report: model -->\n| one request |")
         assert text.endswith("\n<!-- bench report: end -->\nafter\n")
         assert "old" not in text
-        assert "2 MTP drafts, 0.88 accepted by a seed | **2.8** | 360 |" in text
+        assert "2 MTP drafts, 0.88 set as right | **2.8** | 360 |" in text
         assert readme.rewritten(text, folder) == text
 
     @pytest.mark.parametrize(

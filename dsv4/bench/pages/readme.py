@@ -112,7 +112,7 @@ def _drafted(folder: ResultsFolder) -> list[list[str]]:
         f"**dsv4, 1 x {file.machine.replace('NVIDIA ', '')}**, "
         f"{row.model.preset.capitalize()}, {row.model.experts} "
         f"experts \\*, {row.drafts} {row.method.upper()} drafts, "
-        f"{row.share:g} accepted by a seed"
+        f"{row.share:g} set as right"
     )
     return [_per_token(what, row.token_ms, bold=True)]
 
@@ -141,7 +141,7 @@ def _model(folder: ResultsFolder) -> list[str]:
         f"On one H100 the bytes alone take at least {near.bytes_ms:.1f} ms "
         f"([all figures]({folder.root.name}/{GPU}/index.md), {file.date}). "
         f"Others' figures are [as published]({folder.root.name}/index.md), read on {reads[-1]}. "
-        "A seed accepts [drafts](docs/speculation.md)."
+        "[Drafts](docs/speculation.md#speed): the bench sets how many are right."
     )
     headings = ["one request", "ms/token", "tokens/s"]
     return [*table(headings, body), "", *paragraph(note)]
