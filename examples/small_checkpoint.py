@@ -32,15 +32,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a small checkpoint with random weights.")
     parser.add_argument("path", type=Path, help="folder to write")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json of DeepSeek-V4")
+    parser.add_argument("--mtp", action="store_true", help="with an MTP layer, which drafts tokens")
     options = parser.parse_args()
 
     file = options.tokenizer or packaged_tokenizer()
     config = dsv4.ModelConfig.tiny(
         vocab_size=Tokenizer.from_path(file).vocab_size,
         max_position_embeddings=8192,
-        num_nextn_predict_layers=0,
+        num_nextn_predict_layers=int(options.mtp),
     )
-    dsv4.save(random_model(config, seed=1), options.path, layout="nvidia")
+    dsv4.save(random_model(config, seed=1, mtp=options.mtp), options.path, layout="nvidia")
     shutil.copy(file, options.path / "tokenizer.json")
     print(f"{options.path}: {config.num_hidden_layers} layers, vocabulary {config.vocab_size}")
 

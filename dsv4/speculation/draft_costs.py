@@ -205,14 +205,14 @@ class DraftCosts:
 
         A step without drafts has the gain of one draft, too, which is below 1.
         """
-        lines = ["sequences   drafts   verified   theta   plain ms   step ms   tokens   gain"]
+        lines = ["sequences   drafts   verified   threshold   plain ms   step ms   tokens   gain"]
         for sequences, drafts in steps:
             step = self.choice(sequences, drafts)
             cells = (
                 f"{sequences:9}",
                 f"{drafts:6}",
                 f"{step.verified:8}",
-                "    -" if step.theta is None else f"{step.theta:5.2f}",
+                "        -" if step.theta is None else f"{step.theta:9.2f}",
                 f"{self.main.ms(sequences):8.2f}",
                 f"{step.ms:7.2f}",
                 f"{step.length:6.2f}",

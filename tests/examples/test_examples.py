@@ -64,6 +64,14 @@ def test_the_small_checkpoint_is_sound_and_has_nvfp4_experts(checkpoint: Path) -
         assert opened.entries["model.layers.0.mlp.experts.0.gate_proj.weight"].format == dsv4.NVFP4
 
 
+def test_a_small_checkpoint_may_have_a_draft_layer(checkpoint: Path, tmp_path: Path) -> None:
+    options = ("--tokenizer", checkpoint / "tokenizer.json", "--mtp")
+    run_script("small_checkpoint.py", tmp_path / "drafts", *options)
+    for folder, drafts in ((checkpoint, False), (tmp_path / "drafts", True)):
+        with Checkpoint.open(folder) as opened:
+            assert any(name.startswith("mtp.0.") for name in opened.entries) is drafts
+
+
 def test_generate_text_prints_the_greedy_text(checkpoint: Path, printed: Callable) -> None:
     tokenizer = Tokenizer.from_path(checkpoint)
     ids = [tokenizer.token_id(markers.BOS), *tokenizer.encode("Hello")]
