@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from dsv4.checkpoint import loading, rank_loading, save
 from dsv4.checkpoint.filling import FillRequest
 from dsv4.checkpoint.load_request import LoadRequest
+from dsv4.compilation.ahead import KernelsAhead
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
@@ -72,7 +73,9 @@ def loaded_ahead(path, mesh: Any = None, *, input_scales: str = "stored"):
         host_experts=None,
     )
     parallel = None if mesh is None else "tp"
-    return loading._filled(request, rank_loading.context_of(request, mesh, parallel))
+    context = rank_loading.context_of(request, mesh, parallel)
+    with KernelsAhead() as ahead:
+        return loading._filled(request, context, ahead)
 
 
 def saved(model, folder, **options):

@@ -606,6 +606,8 @@ class TestPlans:
                 == 0
             )
             assert is_fragments or plan.blocks == 1
+            iteration = plan.parts * plan.blocks
+            assert plan.splits == 1 or plan.blocks == 1 or plan.length >= 2 * iteration
             assert plan.prefetched in (0, 1, 2, 4, 8, 16)
             assert not has_wgmma or plan.parts > 1 or plan.warps in (1, 4, 8)
             # Codes, scales as four lanes have them, and x, in stages of a pipeline.

@@ -163,7 +163,7 @@ def gemm_case(
             (operand, weight),
             {**how, "activation": "bf16", "out_dtype": x.dtype} if coded else how,
             within(budgets.gemm),
-            nbytes(x, weight),
+            nbytes(operand, weight),
             2 * tokens * groups * rows * columns,
             writes=x.element_size() * tokens * groups * rows,
         )
