@@ -206,9 +206,8 @@ class DeepseekV4Experts(ExpertWeights):
                 "Experts: the layer is being calibrated, wanted all experts on one device: load "
                 "the model with host_experts=None"
             )
-        if (
-            torch.compiler.is_compiling()
-        ):  # it then runs the layer eagerly, or with fullgraph raises
+        # torch.compile then runs the layer eagerly, or with fullgraph raises.
+        if torch.compiler.is_compiling():
             raise ValueError("Experts: experts in host memory cannot be compiled by torch.compile")
 
     def _in_waves(

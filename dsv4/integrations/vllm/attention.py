@@ -216,8 +216,8 @@ class Attention(DeepseekV4FlashMLAAttention):
     def dsv4_choose(self, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Choose entries in a forward that takes them all, and attend to them.
 
-        So does a step in which captured pieces, where the longest context is not known, have made
-        the queries.
+        A step does so if captured pieces, which do not know the longest context, have made the
+        queries.
 
         Args:
             x: ``[T, H]``.
