@@ -170,7 +170,7 @@ class DsparkContext(Dspark):
             self._store_context(kv, context_positions, context_slot_mappings)
 
     def dsv4_warm(self, tokens: int) -> None:
-        """Launch the head's kernels and those that store as many tokens' entries, on scratch pages."""
+        """Launch the head's kernels, and those that store as many entries, on scratch pages."""
         super().dsv4_warm(tokens)
         attentions = [layer.attn for layer in self.layers]
         if any(attention.dsv4_state.limits is None for attention in attentions):
