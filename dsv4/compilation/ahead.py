@@ -1,4 +1,4 @@
-"""Compile the kernels of a model beside other work of this process: while its weights are read."""
+"""Compile the kernels of a model in worker processes, while this process reads its weights."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class KernelsAhead:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._pool is not None and self._thread is not None:
+        if self._pool is not None:
             self._pool.stop()
+        if self._thread is not None:
             self._thread.join()
 
     def begin(self, listing: Listing) -> None:

@@ -214,7 +214,7 @@ def test_equal_sizes_are_compiled_once():
     assert len(compiled) == 1
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler on a CPU")
 def test_inductor_itself(tmp_path, monkeypatch):
     """With a folder of its own: by default all processes of a user share what is compiled."""

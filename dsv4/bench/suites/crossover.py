@@ -47,7 +47,7 @@ from dsv4.quant.formats import FP8_BLOCK, NVFP4
 
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 TOKENS_ON_CPU = (1, 8)
-EXPERTS = 64  # beside the model's own number, on a GPU
+EXPERTS = 64  # a second number of experts on a GPU; the first is the model's
 _MATRICES = ("q_b", "o_b", "gate_up", "down", "q_a+kv", "o_a", "indexer_q")
 _COLUMNS = FP8_BLOCK.block[1]  # of FP8 kernels, whose number of columns is a multiple of it
 _CALLS = 3  # of a graph, each with operands of its own

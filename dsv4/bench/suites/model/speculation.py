@@ -2,8 +2,8 @@
 
 A model with random weights gets experts that are drawn for each step, uniformly or by Zipf's law,
 because the choice of its own routers is nearly uniform, and equal in each replay. With experts in
-host memory, each step also counts what was in the slots and what was loaded. The experts that are
-drawn most are the static ones there, as after ``dsv4.layers.repin_``.
+host memory, each step also counts hits in the expert slots and loaded bytes. The static experts are
+those that are drawn most, as after ``dsv4.layers.repin_``.
 """
 
 from __future__ import annotations
