@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from dsv4.bench.cases.gemm import matrices
 from dsv4.bench.checks import budgets, judge
 from dsv4.bench.cli import main
 from dsv4.bench.measure import verify
-from dsv4.bench.problem import Draw, Problem, UsageError, nbytes
+from dsv4.bench.problem import Draw, Problem, UsageError, Verdict, nbytes
 from dsv4.bench.suites.model import document as model_document
 from dsv4.config import ModelConfig
 from dsv4.quant import fragments
@@ -425,6 +426,20 @@ def test_checking_changes_no_input():
             for i in problem.mutates:
                 left, right = (getattr(p.args[i], "data", p.args[i]) for p in (before, problem))
                 assert torch.equal(left.nan_to_num(), right.nan_to_num())
+
+
+def test_judges_get_the_name_of_the_implementation_that_ran():
+    """The budget of FP8 tensor cores was the reference's if the backend was chosen by itself."""
+    problem, names = cases("gemm", "tiny", 4)[0].build(Draw(0, CPU)), []
+
+    def judged(problem: Problem, *outputs: Any) -> Verdict:
+        names.append(problem.backend)
+        return Verdict(True)
+
+    for backend in ("auto", "reference"):
+        verify(dataclasses.replace(problem, judge=judged), backend)
+    assert names == [dispatch.explain(ops.gemm, *problem.args).chosen, "reference"]
+    assert "auto" not in names
 
 
 def test_ranked_allows_ties_and_nothing_else():

@@ -501,11 +501,13 @@ class TestExperts:
             assert_zeros_from(got, sum(counts))
 
     @pytest.mark.gpu
-    def test_overlapped_tiles_of_256_experts(self, monkeypatch):
+    @pytest.mark.parametrize("most", [80, 230])
+    def test_overlapped_tiles_of_256_experts(self, most, monkeypatch):
         """The plan of Hopper, and its bits in the tiles of other GPUs; also replays of a graph."""
         generator = strategies.generator(0)
-        counts = torch.randint(0, 230, (256,), generator=generator)
-        counts[:12] = torch.tensor([0, 1, 63, 64, 65, 95, 96, 97, 127, 128, 129, 224])
+        counts = torch.randint(0, most, (256,), generator=generator)
+        borders = [0, 1, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 224]
+        counts[: len(borders)] = torch.tensor(borders)
         rows = int(counts.sum()) + 200
         weight = weight_of(1, (256, 272, 512), "cuda")
         x, offsets = sorted_rows(2, counts.tolist(), 200, 512, torch.device("cuda"))
@@ -618,13 +620,21 @@ class TestPlans:
         assert not plans[1].is_overlapped or (has_wgmma and is_fragments)
 
     @pytest.mark.parametrize(
-        ("rows", "is_overlapped"), [(80, False), (81, True), (1023, True), (1024, False)]
+        ("rows", "is_overlapped", "tokens"),
+        [
+            (24, False, 32),
+            (25, True, 64),
+            (60, True, 64),
+            (61, True, 128),
+            (1023, True, 128),
+            (1024, False, 256),
+        ],
     )
-    def test_many_rows_of_each_expert_overlap_on_hopper(self, rows, is_overlapped):
+    def test_many_rows_of_each_expert_overlap_on_hopper(self, rows, is_overlapped, tokens):
         """Two programs fit an SM: its 228 KB hold what both take and 1 KB for each."""
         weight = Weight(4096, 4096, is_fragments=True)
         plan = grouped_plan(weight, 256 * rows, 256, 132, has_wgmma=True)
-        assert plan.is_overlapped == is_overlapped
+        assert (plan.is_overlapped, plan.tokens) == (is_overlapped, tokens)
         shared = (768 * plan.tiles + 128 * plan.tokens) * plan.stages
         assert not is_overlapped or 2 * (shared + 1024) <= 228 * 1024
         for other in (Weight(4096, 4096, is_fragments=False), weight):

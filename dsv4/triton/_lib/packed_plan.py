@@ -252,10 +252,19 @@ def _length(
     return min(sorted(lengths, reverse=True), key=cycles)
 
 
-# Of experts with 80 to 1024 rows each. Flash's gate_up and down at 4096 tokens took 2777 and 1540
-# us in the tiles of ``_wide``, of which an SM holds one; 1965 and 1069 with 128 registers a thread,
-# 1865 and 998 with four stages as well (H200).
-_OVERLAPPED = _Tile(8, 128, 8, 4, is_overlapped=True)
+# Mean rows of an expert up to which overlapped tiles have 64 tokens; from 1024 rows on no tile is
+# overlapped. Flash's gate_up took, in tiles of 64 and 128 tokens: 1234 and 1804 us for 48 rows,
+# 1749 and 1708 for 64, 2354 and 1645 for 80; tiles of ``_wide(64)`` took 1394, 2178 and 3010 (H200).
+_MOST_NARROW = 60
+
+
+def _overlapped(tokens: int) -> _Tile:
+    """Return the tile of experts with more than 24 and fewer than 1024 rows each.
+
+    Flash's gate_up, with SwiGLU, and down at 4096 tokens (96 rows) took 1729, 1734 and 921 us, in
+    the tiles of ``_wide``, of which an SM holds one, 2723, 2708 and 1516 (H200).
+    """
+    return _Tile(8, tokens, 8, 4, is_overlapped=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -273,9 +282,10 @@ def grouped_plan(weight: Weight, rows: int, experts: int, sms: int, has_wgmma: b
         if weight.is_fragments and tile.programs(weight, copies) >= _FULL * sms:
             return tile.plan(weight, weight.k_tiles)
         return _shared_columns(weight, wide, copies, sms)
+    if has_wgmma and weight.is_fragments and 24 < mean < 1024:
+        tile = _overlapped(64 if mean <= _MOST_NARROW else 128)
+        return tile.plan(weight, weight.k_tiles)
     wide = 32 if mean <= 24 else 64 if mean <= 80 else 128
     if has_wgmma and mean >= 1024:
         wide = 256
-    if wide == 128 and has_wgmma and weight.is_fragments:
-        return _OVERLAPPED.plan(weight, weight.k_tiles)
     return _wide(wide, has_wgmma).plan(weight, weight.k_tiles)
