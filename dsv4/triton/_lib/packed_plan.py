@@ -252,9 +252,9 @@ def _length(
     return min(sorted(lengths, reverse=True), key=cycles)
 
 
-# Mean rows of an expert up to which overlapped tiles have 64 tokens; from 1024 rows on no tile is
-# overlapped. Flash's gate_up took, in tiles of 64 and 128 tokens: 1234 and 1804 us for 48 rows,
-# 1749 and 1708 for 64, 2354 and 1645 for 80; tiles of ``_wide(64)`` took 1394, 2178 and 3010 (H200).
+# Mean rows of an expert up to which overlapped tiles have 64 tokens. Flash's gate_up took, in tiles
+# of 64 and 128 tokens, 1234 and 1804 us for 48 rows, 1749 and 1708 for 64, 2354 and 1645 for 80;
+# in tiles of ``_wide(64)`` 1394, 2178 and 3010 (H200).
 _MOST_NARROW = 60
 
 
