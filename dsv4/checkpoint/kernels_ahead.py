@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dsv4.checkpoint import names
 from dsv4.checkpoint.expert_slots import ExpertsSlot
 from dsv4.checkpoint.load_request import LoadRequest
 from dsv4.checkpoint.module_tree import slots_of
@@ -66,14 +67,16 @@ def expected_recipe(model: DeepseekV4ForCausalLM, entries: Entries, options: Opt
         entries: Entries of its checkpoint.
         options: How values become those of the model.
     """
-    weights = {}
+    weights, norms = {}, {}
     for slot in slots_of(model):
+        name = slot.name.removesuffix(".weight")
         if isinstance(slot, LinearSlot | ExpertsSlot):
-            name = slot.name.removesuffix(".weight")
             weights[name] = _expected_weight(slot, entries, options)
+        elif names.is_norm(slot.name):
+            norms[name] = options.plain_dtype(slot.name, entries[slot.name].weight.dtype)
     embedding = entries["model.embed_tokens.weight"]
     stored = embedding.weight.dtype if embedding.format is None else torch.bfloat16
-    return Recipe.of_filled(model, options.plain_dtype(embedding.name, stored), weights)
+    return Recipe.of_filled(model, options.plain_dtype(embedding.name, stored), weights, norms)
 
 
 def _expected_weight(slot: LinearSlot | ExpertsSlot, entries: Entries, options: Options) -> Weight:

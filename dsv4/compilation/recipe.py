@@ -20,6 +20,7 @@ from dsv4.layers._expert_stacks import PROJECTIONS
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.host_experts import declare_hosted
 from dsv4.layers.linear import Linear
+from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
@@ -101,12 +102,15 @@ class Recipe:
         dtype: Dtype of what is not quantised.
         weights: Weights of each linear layer and of routed experts, by name.
         ranks: Ranks that share the model; modules have the sizes of one of them.
+        norms: Dtypes of norms' weights, by module, where they are not ``dtype``. Loading never
+            narrows them.
     """
 
     config: ModelConfig
     dtype: torch.dtype = torch.bfloat16
     weights: tuple[tuple[str, Weight], ...] = ()
     ranks: Ranks = ALONE
+    norms: tuple[tuple[str, torch.dtype], ...] = ()
 
     @classmethod
     def of(cls, model: Any, ranks: Ranks = ALONE) -> Recipe:
@@ -139,6 +143,7 @@ class Recipe:
         model: DeepseekV4ForCausalLM,
         dtype: torch.dtype,
         weights: Mapping[str, Weight] | None = None,
+        norms: Mapping[str, torch.dtype] | None = None,
     ) -> Recipe:
         """Return the recipe of a model when it has its weights.
 
@@ -146,10 +151,11 @@ class Recipe:
             model: The model, which may be without values still.
             dtype: Dtype of what is not quantised.
             weights: How the weights will be stored, by name; None: as they are.
+            norms: Dtypes that the weights of norms will have, by module; None: as they are.
         """
         own = ALONE if model.parallel is None else model.parallel.ranks
         draft = draft_steps.has_draft(model)
-        recipe, _ = cls.of_modules(model, model.config, dtype, draft, weights)
+        recipe, _ = cls.of_modules(model, model.config, dtype, draft, weights, norms)
         return replace(recipe, ranks=own)
 
     @classmethod
@@ -160,6 +166,7 @@ class Recipe:
         dtype: torch.dtype,
         draft: bool = False,
         weights: Mapping[str, Weight] | None = None,
+        norms: Mapping[str, torch.dtype] | None = None,
     ) -> tuple[Recipe, list[int]]:
         """Return the recipe of a module tree with a model's names, and the layers that it takes.
 
@@ -169,20 +176,26 @@ class Recipe:
             dtype: Dtype of what is not quantised.
             draft: Whether it has a draft.
             weights: See ``of_filled``.
+            norms: See ``of_filled``.
         """
-        layers = [
-            _weights(layer, f"model.layers.{i}.", weights)
-            for i, layer in enumerate(model.model.layers)
-        ]
-        chosen = _first_of_each(list(zip(_kinds(config), layers, strict=True)), config, draft)
-        named = [
-            (f"model.layers.{position}.{name}", weight)
-            for position, i in enumerate(chosen)
-            for name, weight in layers[i]
-        ]
+        stored, dtypes = _weights(model, weights), _norms(model, dtype, norms)
+        layers = [f"model.layers.{i}." for i in range(len(model.model.layers))]
+        own = [(_below(stored, layer), _below(dtypes, layer)) for layer in layers]
+        chosen = _first_of_each(list(zip(_kinds(config), own, strict=True)), config, draft)
+        renamed = {layers[i]: layers[position] for position, i in enumerate(chosen)}
         elsewhere = ("model.layers.",) if draft else ("model.layers.", "mtp.")
-        others = [(n, w) for n, w in _weights(model, "", weights) if not n.startswith(elsewhere)]
-        return cls(_of_layers(config, chosen, draft), dtype, (*named, *others)), chosen
+
+        def short(named: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+            inside = [
+                (new + name, value)
+                for old, new in renamed.items()
+                for name, value in _below(named, old)
+            ]
+            return (*inside, *(pair for pair in named if not pair[0].startswith(elsewhere)))
+
+        layers_alone = _of_layers(config, chosen, draft)
+        recipe = cls(layers_alone, dtype, short(stored), norms=short(dtypes))
+        return recipe, chosen
 
     @property
     def has_draft(self) -> bool:
@@ -215,6 +228,8 @@ def _built(recipe: Recipe, arch: str) -> DeepseekV4ForCausalLM:
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(recipe.config, parallel=context).to(recipe.dtype)
         declare_weights(model, recipe.weights, arch)
+    for name, dtype in recipe.norms:
+        model.get_submodule(name).to(dtype)
     return model
 
 
@@ -261,17 +276,41 @@ def _of_layers(config: ModelConfig, chosen: Sequence[int], draft: bool) -> Model
 
 
 def _weights(
-    module: nn.Module, prefix: str = "", known: Mapping[str, Weight] | None = None
+    model: nn.Module, expected: Mapping[str, Weight] | None = None
 ) -> tuple[tuple[str, Weight], ...]:
-    """Return how a module's weights are stored, by name.
+    """Return how a model's weights are stored, by name.
 
     Args:
-        module: The module.
-        prefix: What the names in ``known`` have before those of the module.
-        known: How they will be stored; None: as they are.
+        model: The model.
+        expected: How they will be stored; None: as they are.
     """
     return tuple(
-        (name, Weight.of(layer) if known is None else known[prefix + name])
-        for name, layer in module.named_modules()
+        (name, Weight.of(layer) if expected is None else expected[name])
+        for name, layer in model.named_modules()
         if isinstance(layer, Linear | DeepseekV4Experts)
+    )
+
+
+def _norms(
+    model: nn.Module, dtype: torch.dtype, expected: Mapping[str, torch.dtype] | None = None
+) -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the dtypes of norms' weights that are not ``dtype``, by module.
+
+    Args:
+        model: The model.
+        dtype: Dtype of what is not quantised.
+        expected: Dtypes that they will have; None: as they are.
+    """
+    dtypes = (
+        (name, norm.weight.dtype if expected is None else expected[name])
+        for name, norm in model.named_modules()
+        if isinstance(norm, DeepseekV4RMSNorm)
+    )
+    return tuple((name, own) for name, own in dtypes if own != dtype)
+
+
+def _below(named: Sequence[tuple[str, Any]], prefix: str) -> tuple[tuple[str, Any], ...]:
+    """Return the pairs whose names begin with a prefix, without it."""
+    return tuple(
+        (name.removeprefix(prefix), value) for name, value in named if name.startswith(prefix)
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4.checkpoint import CheckpointError, load, save
+from dsv4.checkpoint import CheckpointError, load, names, save
 from dsv4.checkpoint import kernels_ahead as _kernels_ahead
 from dsv4.checkpoint.entries import Entry
 from dsv4.compilation import warmup as preparing_kernels
@@ -150,6 +151,26 @@ def test_a_checkpoint_that_does_not_fit_begins_nothing(tmp_path, watched):
     with pytest.raises(CheckpointError, match="does not fit the model"):
         load(folder, progress=False)
     assert watched.done == []
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("formats", [["nvfp4"], ["fp8_block", "nvfp4"]])
+def test_a_recipe_has_the_dtypes_of_the_model(formats, dtype, tmp_path):
+    """Norms stay in float32 where they are stored so: their kernels were compiled by requests."""
+    folder = tmp_path / "model"
+    save(mixed(1, formats), folder, layout="transformers", plain=("*",), plain_dtype=None)
+    model = load(folder, dtype=dtype, mtp=False, pack=FRAGMENTS, progress=False)
+    assert {norm.dtype for norm in norms_of(model).values()} == {torch.float32}
+    built = Recipe.of(model).build("sm_90a")
+    assert dtypes_of(built) == dtypes_of(model)
+
+
+def norms_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.named_parameters() if names.is_norm(name)}
+
+
+def dtypes_of(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in model.state_dict().items()}
 
 
 @pytest.mark.gpu
