@@ -13,7 +13,9 @@ from torch import nn
 
 from dsv4.checkpoint.arguments import as_dtype
 from dsv4.checkpoint.filling import FillRequest, fill_module
+from dsv4.checkpoint.kernels_ahead import begin_kernels_of
 from dsv4.checkpoint.reader import Checkpoint
+from dsv4.compilation.ahead import KernelsAhead
 from dsv4.compilation.warmup import warm_loaded
 from dsv4.config import ModelConfig
 from dsv4.integrations._applying import swap_modules
@@ -45,6 +47,14 @@ class PretrainedRequest:
     distributed_config: Any
 
     @property
+    def has_list(self) -> bool:
+        """Whether the kernels of steps are listed and compiled.
+
+        Steps of a rank launch kernels of transformers' own exchange, too, and have no list.
+        """
+        return self.compile_kernels and self.distributed_config is None
+
+    @property
     def device(self) -> torch.device:
         """The device of the model."""
         return torch.device("cpu" if self.values.device is None else self.values.device)
@@ -65,15 +75,16 @@ def load_pretrained(request: PretrainedRequest, modeling: Any) -> Any:
         request: The request.
         modeling: transformers' module of DeepSeek-V4 code.
     """
-    with Checkpoint.open(request.path) as checkpoint:
-        config = with_modes(checkpoint.config(), request.numerics, request.values.activation)
-        checkpoint.check_size(config)
-        distribution = request.distribution(modeling, config)
-        model = _filled(request, modeling, checkpoint, config, distribution)
-    _narrow_norms(model, modeling)
-    _finish(model, modeling, request.device)
-    model.generation_config = generation_config(Path(request.path), config)
-    _make_ready(model, request, config)
+    with KernelsAhead() as ahead:
+        with Checkpoint.open(request.path) as checkpoint:
+            config = with_modes(checkpoint.config(), request.numerics, request.values.activation)
+            checkpoint.check_size(config)
+            distribution = request.distribution(modeling, config)
+            model = _filled(request, modeling, checkpoint, config, distribution, ahead)
+        _narrow_norms(model, modeling)
+        _finish(model, modeling, request.device)
+        model.generation_config = generation_config(Path(request.path), config)
+        _make_ready(model, request, config, ahead)
     _warn_of_left_out(request.path, model.dsv4_report)
     if distribution is not None:
         distribution.install(model)
@@ -86,8 +97,12 @@ def _filled(
     checkpoint: Checkpoint,
     config: ModelConfig,
     distribution: Distribution | None,
+    ahead: KernelsAhead,
 ) -> Any:
-    """Build the model, swap its modules and fill it; ``dsv4_report`` says what was replaced."""
+    """Build the model, swap its modules and fill it, while its kernels are compiled ahead.
+
+    ``dsv4_report`` says what was replaced.
+    """
     experts = None if distribution is None else distribution.experts
     with torch.device("meta"):
         theirs = transformers_config(config, as_dtype(request.values.dtype))
@@ -99,7 +114,17 @@ def _filled(
     values = dataclasses.replace(
         request.values, ignore=("mtp.*", *others), float32=_float32_names(model)
     )
-    filled = fill_module(model, checkpoint, values)
+
+    def begin() -> None:
+        def recipe_of(expected: Any) -> SwappedRecipe:
+            _narrow_norms(expected, modeling)
+            return SwappedRecipe.of(expected, config, request.parts)
+
+        begin_kernels_of(ahead, model, checkpoint, values, recipe_of, request.reserve_tokens)
+
+    filled = fill_module(
+        model, checkpoint, values, before_reading=begin if request.has_list else None
+    )
     report.packing, report.conversion = filled.packing, filled.conversion
     report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
     report.title = f"{report.title}, from {request.path}"
@@ -108,14 +133,15 @@ def _filled(
     return model
 
 
-def _make_ready(model: Any, request: PretrainedRequest, config: ModelConfig) -> None:
+def _make_ready(
+    model: Any, request: PretrainedRequest, config: ModelConfig, ahead: KernelsAhead
+) -> None:
     """Reserve the memory of a step, and compile its kernels if that is requested."""
     warm_allocator(model, request.reserve_tokens, model.get_input_embeddings().weight.dtype)
     if not request.compile_kernels:
         return
-    # Steps of a rank launch kernels of transformers' own exchange, too, and have no list.
-    is_alone = request.distributed_config is None
-    recipe = SwappedRecipe.of(model, config, request.parts) if is_alone else None
+    ahead.wait(request.values.progress)
+    recipe = SwappedRecipe.of(model, config, request.parts) if request.has_list else None
     tokens = max(request.reserve_tokens or 0, step_tokens(model))
     warm_loaded(model, tokens, request.values.progress, recipe)
 

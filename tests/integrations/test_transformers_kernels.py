@@ -10,8 +10,10 @@ import torch
 
 import dsv4
 from dsv4 import debug
-from dsv4.checkpoint import save
+from dsv4.checkpoint import kernels_ahead, save
+from dsv4.checkpoint.entries import Entry
 from dsv4.compilation import pool
+from dsv4.compilation.ahead import KernelsAhead
 from dsv4.compilation.jobs import FindJob
 from dsv4.compilation.recipe import Weight
 from dsv4.compilation.target import Target
@@ -19,6 +21,8 @@ from dsv4.integrations import transformers as integration
 from dsv4.integrations._recipe import SwappedRecipe
 from dsv4.integrations._steps import SwappedShape, swapped_shapes
 from dsv4.integrations._swap import PARTS
+from tests.checkpoint.cases import make_model, saved
+from tests.checkpoint.load_cases import CONFIG
 from tests.serving.cases import packed
 
 pytest.importorskip("transformers")
@@ -81,6 +85,34 @@ def test_a_recipe_builds_the_modules_of_the_model(folder: Path, parts: tuple[str
     assert {n: t.dtype for n, t in built.named_parameters()} == {
         n: t.dtype for n, t in tensors.items()
     }
+
+
+@pytest.mark.parametrize("layout", ["nvidia", "deepseek", "transformers"])
+@pytest.mark.parametrize(
+    ("parts", "dtype"), [(PARTS, None), (PARTS, "float32"), (("experts",), None), (("norm",), None)]
+)
+def test_kernels_are_begun_before_weights_are_read(
+    layout: str, parts: tuple[str, ...], dtype: str | None, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The list is the one that is looked for when the model is filled."""
+    saved(make_model(CONFIG), tmp_path / "model", layout=layout)
+    begun: list[Any] = []
+    read = Entry.read
+    monkeypatch.setattr(kernels_ahead, "impossible", lambda: None)
+    monkeypatch.setattr(kernels_ahead.warmup, "target_of", lambda device: Target("sm_90a"))
+    monkeypatch.setattr(KernelsAhead, "begin", lambda ahead, listing: begun.append(listing))
+    monkeypatch.setattr(KernelsAhead, "wait", lambda ahead, progress: begun.append("wait"))
+    monkeypatch.setattr(Entry, "read", lambda *args: (begun.append(""), read(*args))[1])
+    options: dict[str, Any] = {"parts": parts, "dtype": dtype, "progress": False}
+    model = integration.from_pretrained(tmp_path / "model", pack="fragments_16x64", **options)
+    config = dsv4.ModelConfig.from_path(tmp_path / "model", numerics="transformers")
+    listing, *others = begun
+    assert listing.recipe == SwappedRecipe.of(model, config, parts)
+    assert others[-1] == "wait"
+    assert len(others) > 20, "values are read afterwards"
+    begun.clear()
+    integration.from_pretrained(tmp_path / "model", compile_kernels=False, **options)
+    assert set(begun) == {""}
 
 
 def _weight(module: torch.nn.Module) -> Any:
