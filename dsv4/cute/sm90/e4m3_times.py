@@ -8,8 +8,8 @@ The default constants (``costs.E4m3Costs``) are of one H200, from two runs:
   loop were not in that run: their stage is from the first one.
 * ``bench crossover`` (2026-11-29; results/nvidia-h200) has the form that was chosen, of GEMMs of
   Flash and Pro at 64 to 8192 tokens. Launches are fitted to it, which were 3.7 us longer before,
-  and so are experts that are dequantized in the loop. Estimates differ from its times by 6 % (dense)
-  and 3 % (experts) in root mean square, by 16 % at most.
+  and so are experts that are dequantized in the loop. Estimates differ from its times by 6 %
+  (dense) and 3 % (experts) in root mean square, by 16 % at most.
 
 ``tests/cute/test_e4m3_times.py`` compares estimates with both.
 """

@@ -9,8 +9,8 @@ import dataclasses
 from typing import NamedTuple
 
 from dsv4.cute.runtime.architectures import HOPPER, shared_limit
-from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan, is_measured, small_m_plan
 from dsv4.cute.sm90.costs import WgmmaCosts
+from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan, is_measured, small_m_plan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan, estimated_cycles, wgmma_plan
 from dsv4.cute.sm90.tuned import tuned
 from dsv4.cute.sm90.tuned_records import TunedData
