@@ -21,6 +21,7 @@ from dsv4.bench.suites import crossover_results
 from dsv4.bench.suites.crossover_results import Times
 from dsv4.cute import e4m3_costs
 from dsv4.cute.e4m3_costs import Estimate
+from dsv4.cute.sm90 import e4m3_times
 from dsv4.cute.sm90.e4m3_converted_plan import (
     ConvertedE4m3Plan,
     GroupedConvertedE4m3Plan,
@@ -229,3 +230,12 @@ def test_more_rows_of_experts_take_no_less_time(rows_of_x):
     ):
         us = e4m3_costs.experts_plan_us(plan, *DOWN, 64, rows_of_x)
         assert us <= e4m3_costs.experts_plan_us(plan, *DOWN, 64, rows_of_x + 64)
+
+
+@given(mean=st.floats(0.01, 2000), size=st.sampled_from([64, 128, 256]))
+def test_blocks_are_those_of_poisson_numbers(mean, size):
+    around = 9 * mean**0.5 + 9
+    numbers = range(max(0, int(mean - around)), int(mean + around) + 1)
+    shares = {n: math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in numbers}
+    expected = sum(share * -(-n // size) for n, share in shares.items())
+    assert e4m3_times.expected_blocks(mean, size) == near(expected, 0.01)

@@ -103,9 +103,9 @@ def expected_blocks(mean: float, size: int) -> float:
     probabilities of more than 0, ``size``, 2 ``size`` ... rows; those but the first are of the
     normal distribution.
     """
-    blocks, deviation = 1 - math.exp(-mean), math.sqrt(mean)
-    above = size + 0.5
-    while above < mean + _FAR * deviation:
-        blocks += math.erfc((above - mean) / (deviation * math.sqrt(2))) / 2
-        above += size
+    deviation = math.sqrt(mean)
+    sure = max(1, int((mean - _FAR * deviation) // size))  # of every expert that has rows
+    blocks = sure - math.exp(-mean)
+    for above in range(sure * size, math.ceil(mean + _FAR * deviation), size):
+        blocks += math.erfc((above + 0.5 - mean) / (deviation * math.sqrt(2))) / 2
     return blocks
