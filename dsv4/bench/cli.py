@@ -304,11 +304,10 @@ def _finish(
         print(environment.WITHOUT_GPU)
     print()
     written = []
-    if hasattr(options, "json"):
-        if document is None:
-            written += results.write_json(options.json, header, rows)
-        else:
-            written.append(results.write_document(options.json, options.command, document))
+    if document is None:
+        written += _write_json(options, header, rows)
+    elif hasattr(options, "json"):
+        written.append(results.write_document(options.json, options.command, document))
     if hasattr(options, "csv"):
         written.append(report.write_csv(options.csv, rows))
     for path in written:
@@ -316,6 +315,11 @@ def _finish(
     every = [*checks, *map(verdict.of_row, rows)]
     print(verdict.line(every, stopped), flush=True)
     return WRONG if any(check.passed is False for check in every) else OK
+
+
+def _write_json(options: argparse.Namespace, header: dict[str, Any], rows: list[Row]) -> list[Path]:
+    """Write the rows where ``--json`` says, if it does; return the files."""
+    return results.write_json(options.json, header, rows) if hasattr(options, "json") else []
 
 
 def _main_job(options: argparse.Namespace) -> int:
@@ -378,7 +382,9 @@ def _moe(options: argparse.Namespace) -> int:
     try:
         selection = sizes, options.routings, options.tokens or usual
         rates = environment.rates(_device(options))
-        moe.run(*selection, measuring, rates, points, options.activation)
+        for _ in moe.run(*selection, measuring, rates, points, options.activation):
+            # A process that does not survive the next baseline leaves this.
+            _write_json(options, header, moe.rows_of(points))
     except KeyboardInterrupt:
         failed, stopped = INTERRUPTED, f"interrupted after {len(points)} points"
     except UsageError:
@@ -386,8 +392,7 @@ def _moe(options: argparse.Namespace) -> int:
     except Exception:  # whatever it is, what was measured until then is kept
         failed, stopped = WRONG, f"error after {len(points)} points"
         traceback.print_exc()
-    rows = [row for parts in points.values() for row in parts.values()]
-    return _finish(options, header, rows, moe.lines(points), stopped) or failed
+    return _finish(options, header, moe.rows_of(points), moe.lines(points), stopped) or failed
 
 
 def _crossover(options: argparse.Namespace) -> int:

@@ -5,9 +5,19 @@ in the main loop, FP8 arithmetic with weights that another kernel converts first
 kernel on dequantized activations. The first two give equal bits. A dense weight of more than
 ``MOST_CONVERTED`` bytes is never converted; experts are converted in ranges.
 
-``dsv4.cute.sm90.e4m3_times`` adds up the times of tiles. This module adds those of the conversion
-and has those of the bfloat16 kernels. The times only rank the forms; a form that was measured to be
-the fastest is taken (``dsv4.cute.sm90.tuned``).
+An estimate is of the GEMM alone: launches, conversion, rounds of tiles, their stages with promotion
+and, of experts, SwiGLU and the rounding of its result to FP8 where the FP8 kernel does that.
+It leaves out what the chosen form may need before and after: FP8 kernels of rows that are no codes
+yet, the quantiser; bfloat16 kernels of codes, a kernel that dequantizes them; and, where the result
+is FP8, the quantiser. Each GEMM is chosen by itself, gate and up of experts apart from down: FP8
+codes of the first are an input of both forms of the second.
+
+``dsv4.cute.sm90.e4m3_times`` adds up the times of tiles and says what the constants were fitted to.
+This module adds those of the conversion and has those of the bfloat16 kernels: with dense NVFP4
+weights by the model that ranks their plans and a constant, with FP8 weights by two rates, of
+experts by the rates of reading and of multiplying. The times only rank the forms; a form that was
+measured to be the fastest is taken (``dsv4.cute.sm90.tuned``). By the times of ``bench crossover``
+of 2026-11-29, one H200, no choice loses more than 1 % (``tests/cute/test_e4m3_times.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from dsv4.cute.sm90 import e4m3_times
-from dsv4.cute.sm90.costs import E4m3Costs
+from dsv4.cute.sm90.costs import Costs, E4m3Costs
 from dsv4.cute.sm90.e4m3_converted_plan import (
     ConvertedE4m3Plan,
     GroupedConvertedE4m3Plan,
@@ -31,8 +41,9 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     e4m3_plans,
     grouped_e4m3_plan,
 )
+from dsv4.cute.sm90.plans import GemmProblem, large_m_us
 from dsv4.cute.sm90.tuned import tuned
-from dsv4.cute.sm90.tuned_records import E4m3Configuration, E4m3Key
+from dsv4.cute.sm90.tuned_records import E4m3Configuration, E4m3Key, TunedData
 from dsv4.device import cached
 from dsv4.quant.exact_fp8 import MOST_CONVERTED
 
@@ -67,13 +78,30 @@ def estimate(rows: int, columns: int, tokens: int, *, is_block: bool = False) ->
         tokens: At least 1.
         is_block: Whether the weight is FP8, else NVFP4.
     """
-    weights, costs = rows * columns, tuned().costs.gemm_e4m3
+    sizes = (rows, columns, tokens)
+    make_plan = block_plan if is_block else nvfp4_plan
+    fp8 = plan_us(make_plan(*sizes, False, False), *sizes)
+    return Estimate(fp8, bfloat16_us(*sizes, is_block, tuned().costs, tuned()))
+
+
+def bfloat16_us(
+    rows: int, columns: int, tokens: int, is_block: bool, costs: Costs, gpu: TunedData
+) -> float:
+    """Microseconds of the bfloat16 kernel for many tokens.
+
+    Args:
+        rows: N, of all groups.
+        columns: K, a multiple of 128.
+        tokens: At least 1.
+        is_block: Whether the weight is FP8, else NVFP4.
+        costs: The constants.
+        gpu: SMs and clusters of the GPU.
+    """
+    own = costs.gemm_e4m3
     if is_block:
-        block = block_plan(rows, columns, tokens, False, False)
-        us = plan_us(block, rows, columns, tokens)
-        return Estimate(us, costs.bfloat16_block.us(weights, tokens))
-    plan = nvfp4_plan(rows, columns, tokens, False, False)
-    return Estimate(plan_us(plan, rows, columns, tokens), costs.bfloat16.us(weights, tokens))
+        return own.bfloat16_block.us(rows * columns, tokens)
+    problem = GemmProblem(rows, columns, 1, False, False)
+    return own.bfloat16_launch + large_m_us(problem, tokens, costs.gemm_wgmma, gpu)
 
 
 @cached
@@ -175,7 +203,7 @@ def experts_plan(
         rows: N of an expert.
         columns: K.
         experts: Number of experts.
-        rows_of_x: Rows of all experts; each is assumed to have the same number.
+        rows_of_x: Rows of all experts; each is assumed to have about as many.
         kind: The last four arguments of ``grouped_e4m3_plan``.
     """
     sizes = (rows, columns, experts, rows_of_x)

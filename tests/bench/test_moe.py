@@ -479,6 +479,35 @@ def test_a_baseline_that_fails_says_why(monkeypatch, tmp_path: Path, capsys):
     assert "absent: OSError: no compiler" in csv_file.read_text()
 
 
+def test_rows_are_written_before_each_baseline(monkeypatch, tmp_path: Path):
+    """A baseline may end the process, or hold up an interrupt for minutes."""
+    path, there = tmp_path / "r.json", []
+
+    def prepare(gate_up, down):
+        there.append(rows_of(path))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(moe_baselines, "BASELINES", {"a": absent, "b": prepare})
+    assert command(path, "--routings", "zipf", "--tokens", "1") == 130
+    (rows,) = there
+    assert all(row["us"] > 0 for row in rows)
+    assert "a: OSError: no compiler" in [row["message"] for row in rows]
+
+
+def absent(gate_up, down):
+    raise OSError("no compiler")
+
+
+def test_what_a_library_prints_is_on_stderr_without_empty_lines(capsys):
+    def prints():
+        print("", "a warning", "", sep="\n")
+        raise OSError("why")
+
+    assert moe_baselines.attempt(prints) == "OSError: why"
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "a warning\n")
+
+
 def one_after_another(gate_up, down) -> moe_baselines.Pair:
     """Right, and in plain PyTorch."""
 

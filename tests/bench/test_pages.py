@@ -360,6 +360,14 @@ class TestCharts:
         for colour in (*charts._BARS, *charts._LINES):
             assert 0.3 < _brightness(colour) < 0.75, "visible on white and on black"
 
+    def test_groups_have_no_names_and_something_in_common(self):
+        chart = Chart("lines", "T", ("n",), "x", "ms", ("1", "2"), (Series("a", (2.0, 9.0)),))
+        svg = charts.draw(chart)
+        groups = re.findall(r"<g\b([^>]*)>", svg)
+        assert all(re.fullmatch(r' clip-path="[^"]*"', group) for group in groups)
+        assert svg.count("</g>") == len(groups) > 0
+        assert "rotate(-0" not in svg
+
     def test_what_is_no_chart_has_no_numbers(self):
         assert charts.data_of("<svg/>") is None
         assert charts.data_of("no picture") is None

@@ -1,17 +1,27 @@
 """Compare estimated times of the GEMMs with FP8 arithmetic with times measured on one H200.
 
-Times are microseconds of 2026-11-28, ``notes/2026-11_fp8_gemm.md``, third run.
+Microseconds of all forms are of 2026-11-28, ``notes/2026-11_fp8_gemm.md``, third run. A call took
+``OVERHEAD`` longer there than in ``bench crossover`` of 2026-11-29, by which the choice between FP8
+and bfloat16 is judged.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4.bench.suites import crossover_results
+from dsv4.bench.suites.crossover_results import Times
 from dsv4.cute import e4m3_costs
+from dsv4.cute.e4m3_costs import Estimate
+from dsv4.cute.sm90 import e4m3_times
 from dsv4.cute.sm90.e4m3_converted_plan import (
     ConvertedE4m3Plan,
     GroupedConvertedE4m3Plan,
@@ -24,8 +34,56 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     grouped_e4m3_plan,
 )
 
+CROSSOVER = Path(__file__).parents[2] / "results" / "nvidia-h200" / "2026-11-29-crossover.json"
+OVERHEAD = 3.7  # microseconds
 # Largest error of an estimate, as a share of the measured time.
-NVFP4, FP8_WEIGHTS, EXPERTS, BFLOAT16 = 0.05, 0.08, 0.02, 0.12
+NVFP4, FP8_WEIGHTS, EXPERTS, BFLOAT16 = 0.05, 0.09, 0.06, 0.12
+MOST_LOST = 1.01  # time of the form that is chosen, over the faster one's
+FIT = 0.06  # root mean square of the relative errors of FP8's estimates
+
+
+def measured():
+    """The GEMMs of the file; none without the repository's results."""
+    if not CROSSOVER.exists():
+        return ()
+    return crossover_results.parse(json.loads(CROSSOVER.read_text()))
+
+
+def estimate_of(times: Times, tokens: int) -> Estimate:
+    """The dispatcher's estimate of a measured GEMM."""
+    shape = times.shape
+    rows, columns = shape["N"] * shape.get("G", 1), shape["K"]
+    if "E" not in shape:
+        return e4m3_costs.estimate(rows, columns, tokens)
+    sizes = (rows, columns, shape["E"], tokens * shape["k"])
+    return e4m3_costs.estimate_experts(*sizes, quantized_out="gate_up" in times.name)
+
+
+def name_of(times: Times) -> str:
+    """Name and number of experts."""
+    return f"{times.name} {times.shape.get('E', '')}".strip()
+
+
+@pytest.mark.parametrize("times", measured(), ids=name_of)
+def test_the_form_that_is_chosen_is_the_faster_one(times):
+    estimates = [estimate_of(times, count) for count in times.tokens]
+    now = dataclasses.replace(
+        times,
+        fp8_estimate=tuple(estimate.fp8 for estimate in estimates),
+        bfloat16_estimate=tuple(estimate.bfloat16 for estimate in estimates),
+    )
+    losses = now.losses()
+    assert tuple(losses) == times.tokens
+    assert max(losses.values()) <= MOST_LOST
+
+
+def test_estimates_are_near_the_times_of_fp8():
+    errors = [
+        math.log(estimate_of(times, count).fp8 / us)
+        for times in measured()
+        for count, us in zip(times.tokens, times.fp8, strict=True)
+    ]
+    assert sum(error**2 for error in errors) <= len(errors) * FIT**2
 
 
 class Row(NamedTuple):
@@ -107,11 +165,11 @@ def test_dense(row):
     if row.narrow is not None:
         times[narrow] = row.narrow
     for plan, us in times.items():
-        assert e4m3_costs.plan_us(plan, *sizes) == near(us, NVFP4)
+        assert e4m3_costs.plan_us(plan, *sizes) == near(us - OVERHEAD, NVFP4)
     assert e4m3_costs.nvfp4_plan(*sizes, False, False) == min(times, key=times.get)
     estimate = e4m3_costs.estimate(*sizes)
     assert estimate.is_faster
-    assert estimate.bfloat16 == near(row.cublas, BFLOAT16)
+    assert estimate.bfloat16 == near(row.cublas - OVERHEAD, BFLOAT16)
 
 
 @pytest.mark.parametrize("row", BLOCK, ids=str)
@@ -121,23 +179,24 @@ def test_fp8_weights(row):
     narrow = BlockE4m3Plan(1, 6, 0, False)
     times = {wide: row.wide, narrow: row.narrow}
     for plan, us in times.items():
-        assert e4m3_costs.plan_us(plan, *sizes) == near(us, FP8_WEIGHTS)
+        assert e4m3_costs.plan_us(plan, *sizes) == near(us - OVERHEAD, FP8_WEIGHTS)
     assert e4m3_costs.block_plan(*sizes, False, False) == min(times, key=times.get)
     estimate = e4m3_costs.estimate(*sizes, is_block=True)
     assert estimate.is_faster
-    assert estimate.bfloat16 == near(row.bfloat16, BFLOAT16)
+    assert estimate.bfloat16 == near(row.bfloat16 - OVERHEAD, BFLOAT16)
 
 
 @pytest.mark.parametrize("row", ROUTED, ids=str)
 def test_experts(row):
+    """By their ratio, because the kernels have changed since; see the constants' docstring."""
     experts, rows_of_x = 64, 64 * row.mean
     sizes = (row.rows, row.columns, experts, rows_of_x)
     kind = (False, row.is_gate_up, row.is_gate_up, row.is_gate_up)
     loop = grouped_e4m3_plan(rows_of_x, experts, *kind)
     converted = grouped_converted_plan(row.columns, *kind)
     times = {loop: row.loop, converted: row.converted}
-    for plan, us in times.items():
-        assert e4m3_costs.experts_plan_us(plan, *sizes) == near(us, EXPERTS)
+    estimates = {plan: e4m3_costs.experts_plan_us(plan, *sizes) for plan in times}
+    assert estimates[converted] / estimates[loop] == near(row.converted / row.loop, EXPERTS)
     assert e4m3_costs.experts_plan(*sizes, kind) == min(times, key=times.get)
     estimate = e4m3_costs.estimate_experts(*sizes, quantized_out=row.is_gate_up)
     assert estimate.is_faster
@@ -171,3 +230,12 @@ def test_more_rows_of_experts_take_no_less_time(rows_of_x):
     ):
         us = e4m3_costs.experts_plan_us(plan, *DOWN, 64, rows_of_x)
         assert us <= e4m3_costs.experts_plan_us(plan, *DOWN, 64, rows_of_x + 64)
+
+
+@given(mean=st.floats(0.01, 2000), size=st.sampled_from([64, 128, 256]))
+def test_blocks_are_those_of_poisson_numbers(mean, size):
+    around = 9 * mean**0.5 + 9
+    numbers = range(max(0, int(mean - around)), int(mean + around) + 1)
+    shares = {n: math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in numbers}
+    expected = sum(share * -(-n // size) for n, share in shares.items())
+    assert e4m3_times.expected_blocks(mean, size) == near(expected, 0.01)

@@ -187,46 +187,47 @@ def test_the_form_is_the_one_of_less_estimated_time(rows, stages, tokens):
             assert us <= e4m3_costs.plan_us(plan, *sizes)
 
 
-def crossovers():
-    """Rows of the tables of crossovers in docs/numerics.md: N, K, and for both formats tokens."""
+def numbers(pattern):
+    """Numbers in the cells of the rows of docs/numerics.md that a pattern matches, by rows."""
     text = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
-    rows = re.findall(r"^\| .*, (\d+) x (\d+) \| ([\d, ]+) \| ([\d, ]+) \|$", text, re.MULTILINE)
-    numbers = [[int(n) for n in cell.split(",")] for row in rows for cell in row]
-    return [numbers[n : n + 4] for n in range(0, len(numbers), 4)]
+    rows = re.findall(pattern, text, re.MULTILINE)
+    return [[[int(n) for n in re.findall(r"\d+", cell)] for cell in row] for row in rows]
 
 
-def test_documented_crossovers_are_those_of_the_estimates():
-    assert len(crossovers()) == 10
-    for (rows,), (columns,), *formats in crossovers():
-        for tokens, is_block in zip(formats, (False, True), strict=True):
-
-            def faster_by(count, sizes=(rows, columns), is_block=is_block):
-                return e4m3_costs.estimate(*sizes, count, is_block=is_block).is_faster
-
-            first, always = tokens[0], tokens[-1]
-            assert not any(map(faster_by, range(1, first, 5)))
-            assert faster_by(first)
-            assert not faster_by(first - 1)
-            assert not faster_by(always - 1)
-            assert all(map(faster_by, range(always, 4097, 31)))
+def assert_crossovers(faster_by, documented, most):
+    """FP8 is slower below the first documented number, and faster from the last one on."""
+    first, always = documented[0], documented[-1]
+    assert not any(map(faster_by, range(1, first, 5)))
+    assert faster_by(first)
+    assert not faster_by(first - 1)
+    assert not faster_by(always - 1)
+    assert all(map(faster_by, range(always, most, 31)))
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "crossover", "is_gate_up"),
-    [
-        (4096, 4096, 213, True),
-        (4096, 2048, 262, False),
-        (6144, 7168, 196, True),
-        (7168, 3072, 228, False),
-    ],
-)
-def test_documented_crossovers_of_experts(rows, columns, crossover, is_gate_up):
-    """docs/numerics.md; of 64 experts and of 256."""
-    for experts in (64, 256):
-        for count, expected in ((crossover, True), (crossover - 1, False)):
-            sizes = (rows, columns, experts, experts * count)
-            estimate = e4m3_costs.estimate_experts(*sizes, quantized_out=is_gate_up)
-            assert estimate.is_faster == expected
+@pytest.mark.parametrize("is_block", [False, True])
+def test_documented_crossovers_are_those_of_the_estimates(is_block):
+    rows = numbers(r"^\| .*, (\d+ x \d+) \| ([\d, ]+) \| ([\d, ]+) \|$")
+    assert len(rows) == 10
+    for sizes, *formats in rows:
+
+        def faster_by(count, sizes=sizes):
+            return e4m3_costs.estimate(*sizes, count, is_block=is_block).is_faster
+
+        assert_crossovers(faster_by, formats[is_block], 4097)
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+def test_documented_crossovers_of_experts(is_down):
+    rows = numbers(r"^\| (?:Flash|Pro) \| ([\d, ]+) \| ([\d, ]+) \|$")
+    weights = ((4096, 4096), (4096, 2048)), ((6144, 7168), (7168, 3072))
+    for parts, sizes in zip(rows, weights, strict=True):
+
+        def faster_by(count, sizes=sizes[is_down]):
+            rows_of_x = 64 * count
+            quantized = {"quantized_out": not is_down}
+            return e4m3_costs.estimate_experts(*sizes, 64, rows_of_x, **quantized).is_faster
+
+        assert_crossovers(faster_by, parts[is_down], 1025)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,14 @@ and both are timed together.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import importlib
+import io
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -96,12 +99,21 @@ Prepare = Callable[[QuantizedTensor, QuantizedTensor], Baseline]
 
 
 def attempt(action: Callable[[], _T]) -> _T | str:
-    """Return the result of ``action``, or why it fails: a library may fail in any way."""
+    """Return the result of ``action``, or why it fails: a library may fail in any way.
+
+    What it prints goes to stderr in the end, without empty lines: Humming prints what its compiler
+    said, which is nothing where an interrupt ended that.
+    """
+    printed = io.StringIO()
     try:
-        return action()
+        with contextlib.redirect_stdout(printed):
+            return action()
     except Exception as problem:
         first = (str(problem).splitlines() or [""])[0]
         return f"{type(problem).__name__}: {short(first, _MOST)}"
+    finally:
+        for line in filter(str.strip, printed.getvalue().splitlines()):
+            print(line, file=sys.stderr)
 
 
 def release(device: torch.device) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -245,4 +245,22 @@ def _finished(svg: str) -> str:
     svg = re.sub(r"(<svg [^>]*>)", lambda match: match[1] + style, svg, count=1)
     head, end, rest = svg.partition("</metadata>")
     rest = re.sub(r"(\.\d\d)\d+", r"\1", rest)  # a hundredth of a pixel is enough
-    return "\n".join(line.strip() for line in f"{head}{end}{rest}".splitlines()) + "\n"
+    rest = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", rest)
+    return "\n".join(_without_groups(f"{head}{end}{rest}")) + "\n"
+
+
+def _without_groups(svg: str) -> Iterator[str]:
+    """Yield the lines of an SVG without the names of groups, and groups that are nothing else."""
+    shown: list[bool] = []
+    for line in map(str.strip, svg.splitlines()):
+        if line == "</g>":
+            if shown.pop():
+                yield line
+            continue
+        text = re.sub(r' id="[^"]*"', "", line) if line.startswith("<g ") else line
+        if text == "<g/>":
+            continue
+        if text.startswith("<g"):
+            shown.append(text != "<g>")
+        if text != "<g>":
+            yield text

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -179,6 +179,11 @@ Point = tuple[str, str, int, float]
 Measured = dict[Point, dict[str, Row]]
 
 
+def rows_of(measured: Measured) -> list[Row]:
+    """Return the rows of all points."""
+    return [row for parts in measured.values() for row in parts.values()]
+
+
 def check(
     presets: Sequence[str | Shape],
     routings: Sequence[str],
@@ -208,10 +213,14 @@ def run(
     rates: Rates,
     measured: Measured,
     activation: str = BF16,
-) -> None:
+) -> Iterator[None]:
     """Measure everything into ``measured``, a point at a time, then the baselines.
 
-    Baselines come last, because one that writes out of bounds ends the process's use of a GPU.
+    Baselines come last, because one that writes out of bounds ends the process's use of a GPU, and
+    one that compiles in threads of its own can hold up an interrupt.
+
+    Yields:
+        When the points of a layer, or a baseline, are done.
 
     Raises:
         UsageError: if a name is unknown.
@@ -228,10 +237,12 @@ def run(
         else:
             print(WITHOUT_LAYER, flush=True)
         del layer
+        yield
     for preset in presets:
         layer = draw_layer(preset, Draw(options.seed, options.device), activation)
         for name, prepare in _baselines(options, activation).items():
             _run_baseline(layer, name, prepare, options, measured)
+            yield
         del layer
 
 

@@ -380,8 +380,7 @@ class E4m3(_Gemm):
         own, key = costs.gemm_e4m3, work.key
         sizes = (key.rows, key.columns, key.tokens)
         if isinstance(candidate, Baseline):
-            times = own.bfloat16_block if key.is_block else own.bfloat16
-            return times.us(key.rows * key.columns, key.tokens)
+            return e4m3_costs.bfloat16_us(*sizes, key.is_block, costs, data)
         tile = _tile_times(own, candidate, key.is_block)
         us = e4m3_times.dense_us(tile, candidate.token_rows, *sizes, data.sms)
         if candidate.converted:

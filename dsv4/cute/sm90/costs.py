@@ -8,6 +8,7 @@ microseconds; the others are in clock cycles, and only the ratios of their resul
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -155,15 +156,15 @@ class TileTimes(NamedTuple):
         tile: Constant part of a tile: arrival of the first stage, and results.
         stage: Time of a stage of 128 columns of a tile.
         stage_column: Further time of a stage for each column of the weight.
-        last: Experts only: further time of the stages of an expert's last tile beyond its share of
-            tokens, as a share of a stage's time.
+        fixed: Experts only: share of a stage's time that a tile takes however few of its rows are
+            an expert's. The rest is shared by its blocks of 64 rows.
     """
 
     launch: float
     tile: float
     stage: float
     stage_column: float = 0.0
-    last: float = 0.0
+    fixed: float = 0.0
 
     def tile_us(self, columns: int) -> float:
         """Microseconds of a full tile of a number of columns."""
@@ -175,7 +176,7 @@ class TileTimes(NamedTuple):
 
 
 class Bfloat16Times(NamedTuple):
-    """Microseconds of a GEMM of a bfloat16 kernel.
+    """Microseconds of a GEMM of the bfloat16 kernel with FP8 weights.
 
     Attributes:
         launch: Constant part.
@@ -187,13 +188,40 @@ class Bfloat16Times(NamedTuple):
     weight: float
     multiply: float
 
-    def us(self, weights: int, tokens: float) -> float:
-        """Microseconds; for experts, ``weights`` of all of them and ``tokens`` of one."""
+    def us(self, weights: int, tokens: int) -> float:
+        """Microseconds of a number of weights."""
         return self.launch + weights * (self.weight + self.multiply * tokens)
+
+
+class Bfloat16ExpertsTimes(NamedTuple):
+    """Microseconds of a grouped GEMM of the bfloat16 kernel.
+
+    Attributes:
+        launch: Constant part.
+        weight: Time to read a weight of an expert that has rows.
+        multiply: Time per weight of all experts and row of an expert, at the rate of many rows.
+    """
+
+    launch: float
+    weight: float
+    multiply: float
+
+    def us(self, weights: int, rows: float) -> float:
+        """Microseconds of the weights of all experts; ``rows``: the mean of an expert.
+
+        Reading and multiplying hide each other in part: the root of the sum of their squares is
+        close to what was measured from 1 to 768 rows.
+        """
+        reading = self.weight * (1 - math.exp(-rows))
+        return self.launch + weights * math.hypot(reading, self.multiply * rows)
 
 
 class E4m3Costs(NamedTuple):
     """Times of the GEMMs with FP8 arithmetic, and of the bfloat16 kernels that they compete with.
+
+    The defaults are those of one H200; ``dsv4.cute.sm90.e4m3_times`` says what they were fitted to.
+    An H100 has as many SMs and the same tensor cores, but 0.7 times the bandwidth. There, times of
+    bytes (``conversion_byte``, ``bfloat16_experts.weight``) should be longer; nothing was measured.
 
     Attributes:
         loop_narrow: Weights dequantized in the main loop, tiles of 128 tokens.
@@ -209,26 +237,27 @@ class E4m3Costs(NamedTuple):
         experts_four_stages: The same with four stages.
         conversion: Microseconds of a conversion, apart from its size.
         conversion_byte: Microseconds of a byte that a conversion reads or writes.
-        bfloat16: The bfloat16 kernel with NVFP4 weights.
+        bfloat16_launch: Microseconds of a call of the bfloat16 kernel with NVFP4 weights, beyond
+            the cycles that its own model (``gemm_wgmma_plan``) estimates.
         bfloat16_block: The bfloat16 kernel with FP8 weights.
         bfloat16_experts: The bfloat16 kernel of experts.
     """
 
-    loop_narrow: TileTimes = TileTimes(8.5, 1.8, 0.73)
-    loop_wide: TileTimes = TileTimes(8.5, 1.8, 0.993)
-    converted_narrow: TileTimes = TileTimes(2.2, 1.55, 0.388)
-    converted_wide: TileTimes = TileTimes(2.2, 2.96, 0.673, 5.7e-6)
-    block_narrow: TileTimes = TileTimes(5.7, 1.5, 0.452)
-    block_wide: TileTimes = TileTimes(5.7, 2.8, 0.689, 1.55e-5)
-    experts_loop_narrow: TileTimes = TileTimes(8.0, 1.0, 0.73, last=0.4)
-    experts_loop_wide: TileTimes = TileTimes(8.0, 1.0, 1.103, last=0.39)
-    experts_three_stages: TileTimes = TileTimes(2.5, 1.0, 0.882, last=0.556)
-    experts_four_stages: TileTimes = TileTimes(2.5, 1.0, 0.805, last=0.556)
-    conversion: float = 5.25
+    loop_narrow: TileTimes = TileTimes(4.8, 1.8, 0.73)
+    loop_wide: TileTimes = TileTimes(4.8, 1.8, 0.993)
+    converted_narrow: TileTimes = TileTimes(1.5, 1.55, 0.388)
+    converted_wide: TileTimes = TileTimes(1.5, 2.96, 0.673, 5.7e-6)
+    block_narrow: TileTimes = TileTimes(2.0, 1.5, 0.452)
+    block_wide: TileTimes = TileTimes(2.0, 2.8, 0.689, 1.55e-5)
+    experts_loop_narrow: TileTimes = TileTimes(4.8, 2.5, 0.753, fixed=0.60)
+    experts_loop_wide: TileTimes = TileTimes(4.8, 1.5, 1.11, fixed=0.81)
+    experts_three_stages: TileTimes = TileTimes(1.5, 1.5, 0.925, fixed=0.81)
+    experts_four_stages: TileTimes = TileTimes(1.5, 1.5, 0.87, fixed=0.81)
+    conversion: float = 2.25
     conversion_byte: float = 1 / 3.83e6
-    bfloat16: Bfloat16Times = Bfloat16Times(8.0, 0.11e-6, 2.35e-9)
-    bfloat16_block: Bfloat16Times = Bfloat16Times(8.0, 0.11e-6, 3.05e-9)
-    bfloat16_experts: Bfloat16Times = Bfloat16Times(8.0, 0.11e-6, 2.5e-9)
+    bfloat16_launch: float = 3.8
+    bfloat16_block: Bfloat16Times = Bfloat16Times(4.3, 0.11e-6, 3.05e-9)
+    bfloat16_experts: Bfloat16ExpertsTimes = Bfloat16ExpertsTimes(4.0, 0.15e-6, 2.85e-9)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ import dataclasses
 from typing import NamedTuple
 
 from dsv4.cute.runtime.architectures import HOPPER, shared_limit
+from dsv4.cute.sm90.costs import WgmmaCosts
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan, is_measured, small_m_plan
-from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan, wgmma_plan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan, estimated_cycles, wgmma_plan
 from dsv4.cute.sm90.tuned import tuned
+from dsv4.cute.sm90.tuned_records import TunedData
 from dsv4.device import cached
 
 Plan = SmallMPlan | WgmmaPlan
+_CYCLES_PER_US = 1980.0
 
 
 class GemmProblem(NamedTuple):
@@ -52,6 +55,24 @@ def choose(problem: GemmProblem, tokens: int, arch: str = HOPPER) -> Plan | None
     ):
         return small
     return _large_m(problem, counted_as(tokens)) or small
+
+
+def large_m_us(problem: GemmProblem, tokens: int, costs: WgmmaCosts, gpu: TunedData) -> float:
+    """Estimated microseconds of the large-M kernel in the configuration that it takes on Hopper.
+
+    The times that its constants were fitted to are cycles at 1.98 GHz; they leave out what a call
+    takes beside its tiles.
+
+    Args:
+        problem: The GEMM; its columns are a multiple of 128.
+        tokens: At least 1.
+        costs: The constants.
+        gpu: SMs and clusters of the GPU.
+    """
+    plan = _large_m(problem, counted_as(tokens))
+    assert isinstance(plan, WgmmaPlan)
+    cycles = estimated_cycles(plan, problem.rows, problem.columns, tokens, costs, gpu)
+    return cycles / _CYCLES_PER_US
 
 
 def counted_as(tokens: int) -> int:
