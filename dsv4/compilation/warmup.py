@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from dsv4.compilation import launch_recorder as _launch_recorder
 from dsv4.compilation import pool as _compile_pool
 from dsv4.compilation.compiler import Outcome
 from dsv4.compilation.jobs import CuteJob, KernelJob
-from dsv4.compilation.kernel_calls import every_call, kernel_plans
+from dsv4.compilation.kernel_calls import Call, every_call, kernel_plans
 from dsv4.compilation.launch_recorder import Steps
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.progress_line import progress as progress_line
@@ -187,6 +187,7 @@ def _warm(
     workers: int | None = None,
     ranks: Ranks = ALONE,
     recipe: ModelRecipe | None = None,
+    others: Sequence[Call] = (),
 ) -> Warmup:
     """Do what ``warmup`` does with checked arguments; see ``compile_model``."""
     start = time.perf_counter()
@@ -201,6 +202,7 @@ def _warm(
         ready=ready,
         ranks=ranks,
         recipe=recipe,
+        others=others,
     )
     for name, why in outcome.failed.items():
         _log.warning("%s was not compiled: %s", name, why)
@@ -220,7 +222,11 @@ def _self_tested(done: Warmup, gpu: torch.device) -> dict[str, str]:
 
 
 def warm_loaded(
-    model: nn.Module, max_tokens: int, progress: bool, recipe: ModelRecipe | None = None
+    model: nn.Module,
+    max_tokens: int,
+    progress: bool,
+    recipe: ModelRecipe | None = None,
+    others: Sequence[Call] = (),
 ) -> Warmup | None:
     """``warmup`` of a model that was just loaded; None if it is not on a GPU.
 
@@ -231,6 +237,7 @@ def warm_loaded(
         max_tokens: Most tokens of a step.
         progress: Whether to show progress on stderr.
         recipe: Recipe of a model that is not of this package; None: of one that is.
+        others: With a recipe, calls of CuTeDSL kernels beside those of the model's layers.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":
@@ -242,7 +249,8 @@ def warm_loaded(
         arch = _architecture(gpu, None)
         if arch is None:
             return Warmup(0, 0, 0.0)
-        return _warm(model, arch, max(1, max_tokens), gpu, progress, recipe=recipe)
+        most = max(1, max_tokens)
+        return _warm(model, arch, most, gpu, progress, recipe=recipe, others=others)
     except RuntimeError as error:
         _log.warning("kernels are compiled at their first launch: %s", error)
         return None
@@ -285,6 +293,7 @@ def compile_model(
     ready: Callable[[KernelJob], None] | None = None,
     ranks: Ranks = ALONE,
     recipe: ModelRecipe | None = None,
+    others: Sequence[Call] = (),
 ) -> tuple[Warmup, Outcome]:
     """Do what ``warmup`` does without loading the kernels; see there.
 
@@ -300,6 +309,7 @@ def compile_model(
         ready: Called with each kernel of which there is a file, while others are compiled.
         ranks: Ranks that share a model of a configuration.
         recipe: Recipe of a model that is not of this package; None: of one that is.
+        others: Calls of CuTeDSL kernels beside those of the model's layers.
     """
     start = time.perf_counter()
     if ranks != ALONE:
@@ -314,7 +324,8 @@ def compile_model(
         if listing is not None and stored is None:
             work.find(listing)  # begins before plans are made, which takes a second
         with _plans_for(gpu):
-            plans = kernel_plans(every_call(model, arch, ranks), max_tokens, arch)
+            calls = [*every_call(model, arch, ranks), *others]
+            plans = kernel_plans(calls, max_tokens, arch)
         work.add(CuteJob(plan, arch) for plan in plans)
         work.finish()
     outcome, steps = work.outcome, stored or Steps()

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from vllm.distributed import get_tp_group
 
+from dsv4.compilation.kernel_calls import attentions, indexers
 from dsv4.compilation.meta_model import of_each_kind
 from dsv4.compilation.recipe import Recipe, Weight
-from dsv4.compilation.warmup import warm_loaded, warmup
+from dsv4.compilation.warmup import warm_loaded
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import capability
@@ -32,9 +33,10 @@ def compile_replaced(
 ) -> None:
     """Compile the kernels of steps, or load them from disk or a bundle.
 
-    Those of GEMMs follow from the replaced modules; those of attention, hyper-connections and norms
-    from a model of this package with the same configuration and ranks. Of a tensor-parallel group
-    the first rank compiles, and the others then find the kernels on disk.
+    CuTeDSL's GEMMs follow from the replaced modules; its other kernels, and Triton's, from a model
+    of this package with the same configuration and ranks. All are compiled by the same processes.
+    Of a tensor-parallel group the first rank compiles, and the others then find the kernels on
+    disk.
 
     Args:
         model: vLLM's model with replaced modules, on a GPU.
@@ -54,18 +56,26 @@ def compile_replaced(
 
 
 def _compile(model: nn.Module, context: Adoption, tokens: int, steps: bool) -> None:
-    warm_loaded(model, tokens, progress=False)
-    device = next(model.parameters()).device
-    arch = EVERY_ARCHITECTURE.get(capability(device))
-    if arch is None or not steps:
+    own = _own_steps(model, context) if steps else None
+    if own is None:
+        warm_loaded(model, tokens, progress=False)
         return
+    others = [*indexers(own), *attentions(own)]
+    warm_loaded(model, tokens, progress=False, recipe=Recipe.of(own), others=others)
+
+
+def _own_steps(model: nn.Module, context: Adoption) -> DeepseekV4ForCausalLM | None:
+    """``same_steps`` for the model's GPU; None, and maybe a warning, if there are no such steps."""
+    arch = EVERY_ARCHITECTURE.get(capability(next(model.parameters()).device))
+    if arch is None:
+        return None
     ranks = context.vllm_config.parallel_config.tensor_parallel_size
     try:
         config = ModelConfig.of(context.vllm_config.model_config.hf_config)
-        own = same_steps(model, config, arch, ranks)
-        warmup(own, device, max_tokens=tokens, progress=False)
+        return same_steps(model, config, arch, ranks)
     except (RuntimeError, TypeError, ValueError) as error:
         logger().warning("dsv4's kernels are compiled at their first launch: %s", error)
+        return None
 
 
 def same_steps(
