@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from vllm.distributed import get_tp_group
 
-from dsv4.compilation.kernel_calls import attentions, indexers
+from dsv4.compilation.kernel_calls import Call, attentions, indexers
 from dsv4.compilation.meta_model import of_each_kind
 from dsv4.compilation.recipe import Recipe, Weight
 from dsv4.compilation.warmup import warm_loaded
@@ -60,7 +60,7 @@ def _compile(model: nn.Module, context: Adoption, tokens: int, steps: bool) -> N
     if own is None:
         warm_loaded(model, tokens, progress=False)
         return
-    others = [*indexers(own), *attentions(own)]
+    others: list[Call] = [*indexers(own), *attentions(own)]
     warm_loaded(model, tokens, progress=False, recipe=Recipe.of(own), others=others)
 
 
