@@ -219,7 +219,7 @@ def test_of_a_draft_the_gemms_alone_are_compiled(loaded, compilations):
     compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64, steps=False)
     (asked,) = compilations
     assert asked.model is loaded.model
-    assert (asked.recipe, asked.others) == (None, ())
+    assert (asked.recipe, list(asked.others)) == (None, [])
 
 
 @pytest.mark.parametrize("reason", ["no list", "no GPU of this package"])
@@ -234,7 +234,7 @@ def test_without_a_list_the_gemms_are_compiled(loaded, compilations, monkeypatch
     with caplog.at_level("WARNING"):
         compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
     (asked,) = compilations
-    assert (asked.recipe, asked.others) == (None, ())
+    assert (asked.recipe, list(asked.others)) == (None, [])
     text = "dsv4's kernels are compiled at their first launch: a layer of another kind"
     assert (text in caplog.text) == (reason == "no list")
 
