@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsv4.compilation.counts import of_this_process
 from dsv4.compilation.step_shapes import token_counts
 from dsv4.cute.sm90 import plans
 from dsv4.integrations.vllm._log import logger
@@ -39,10 +40,19 @@ def warm_replaced(model: nn.Module, context: Adoption, *, draft: bool = False) -
     begin, most = time.perf_counter(), most_tokens(context)
     listed = Listed(model, context, functools.partial(pieces, model, most))
     compile_replaced(model, context, most, steps=not draft, listed=listed)
+    compiled, before = time.perf_counter(), of_this_process().copy()
     launch(model, most)
     torch.cuda.synchronize()
-    count, seconds = len(layers) + len(parts), time.perf_counter() - begin
-    logger().info("dsv4 compiled or loaded kernels of %d kinds in %.1f s", count, seconds)
+    late, end = (of_this_process().copy() - before).total(), time.perf_counter()
+    logger().info(
+        "dsv4 compiled or loaded kernels of %d kinds in %.1f s: %.1f s in parallel, then %.1f s of "
+        "first launches, which compiled %d kernels",
+        len(layers) + len(parts),
+        end - begin,
+        compiled - begin,
+        end - compiled,
+        late,
+    )
 
 
 def launch(model: nn.Module, most: int) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import suppress
 from types import SimpleNamespace
 from unittest import mock
@@ -18,10 +19,11 @@ from torch import nn
 
 pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm has it")
 
+from dsv4.compilation.counts import of_this_process
 from dsv4.compilation.launch_recorder import Steps
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.target import Target
-from dsv4.integrations.vllm import compile_kernels, listed
+from dsv4.integrations.vllm import compile_kernels, listed, warm
 from dsv4.layers.linear import Linear
 
 TARGET = Target("sm_90a")
@@ -134,6 +136,36 @@ def context(**changes):
     names = ("model_config", "scheduler_config", "cache_config", "parallel_config")
     config = SimpleNamespace(**dict.fromkeys(names, own), speculative_config=own.speculative_config)
     return SimpleNamespace(vllm_config=config)
+
+
+class OnGpu(Part):
+    """A module on a GPU, as far as the warm-up asks."""
+
+    def parameters(self, recurse=True):
+        """Yield a tensor of a GPU."""
+        yield SimpleNamespace(device=torch.device("cuda"))
+
+    def dsv4_warm(self, tokens):
+        """Compile a kernel that was not listed, for one number of tokens."""
+        if tokens == 3:
+            with of_this_process().compiling("late"):
+                pass
+
+
+def test_the_log_says_how_many_kernels_were_compiled_one_by_one(monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr(warm, "compile_replaced", lambda *args, **options: asked.append(options))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(warm, "most_tokens", lambda own: 4)
+    whole = OnGpu(nn.Parameter(torch.ones(5)))
+    with caplog.at_level("INFO", "vllm"):
+        warm.warm_replaced(whole, context(), draft=True)
+    (options,) = asked
+    assert options["steps"] is False
+    assert len(list(options["listed"].pieces())) == 1
+    assert "kernels of 1 kinds in" in caplog.text
+    assert "first launches, which compiled 1 kernels" in caplog.text
 
 
 CHANGES = (
