@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.platforms import current_platform
 
+from dsv4.config import DSparkConfig
 from dsv4.integrations.vllm import (
     attention,
     compressor,
@@ -72,6 +73,7 @@ COMPRESSOR = {
 INDEXER = {"IndexerQFp8Kernel", "PackSeqTritonKernel", "UnpackSeqTritonKernel"}
 ATTENTION = {*NORM, *MQA, *WINDOW, *ENTRIES, *KEYS, *COMPRESSOR, *INDEXER}
 EVERY = {*HYPER_CONNECTION, *ATTENTION}
+SPARK = DSparkConfig(block_size=5, noise_token_id=47, target_layer_ids=(0, 1, 2), markov_rank=128)
 DSPARK = {"ComputeDSparkNoncausalSWAIndicesKernel"}
 
 
@@ -273,13 +275,17 @@ def test_without_a_registry_nothing_is_registered(config, heard):
     assert not registry._registrations
 
 
-@pytest.fixture(scope="module")
-def drafting(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("drafting")
-    build.checkpoint(folder, "nvidia", num_nextn_predict_layers=1)
-    options = {"method": "mtp", "num_speculative_tokens": 1}
+def drafting_by(folder, method, tokens, **sizes):
+    """An engine whose checkpoint has the drafts."""
+    build.checkpoint(folder, "nvidia", **sizes)
+    options = {"method": method, "num_speculative_tokens": tokens}
     with mock.patch.object(VllmConfig, "use_v2_model_runner", True):
         return build.engine_config(folder, speculative_config=options)
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory):
+    return drafting_by(tmp_path_factory.mktemp("mtp"), "mtp", 1, num_nextn_predict_layers=1)
 
 
 # Drafts need all metadata of vLLM but those of index keys.
@@ -288,6 +294,12 @@ METADATA = WINDOW | ENTRIES
 
 def test_with_drafts_that_are_replaced_metadata_stay(drafting):
     assert registered(drafting).keys() == METADATA
+
+
+def test_so_do_those_of_dspark_drafts(tmp_path):
+    layers = {"num_nextn_predict_layers": 0, "dspark": SPARK}
+    config = drafting_by(tmp_path, "dspark", SPARK.block_size, **layers)
+    assert registered(config).keys() == METADATA | DSPARK
 
 
 @pytest.mark.parametrize("name", ["moe_backend", "attention_backend", "kv_cache_dtype"])
