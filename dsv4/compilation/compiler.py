@@ -68,7 +68,7 @@ class Compilation:
         self.outcome = Outcome()
         self._pool, self._count, self._ready = pool, count, ready
         self._known: set[bytes] = set()
-        self._parts: dict[FindJob, Steps | None] = {}
+        self._parts: dict[Any, Steps | None] = {}
         self._error: RuntimeError | None = None
 
     def find(self, listing: Listing) -> None:
@@ -84,6 +84,16 @@ class Compilation:
         self._parts = dict.fromkeys(jobs)
         self._pool.start()
         self._pool.add(jobs)
+
+    def take(self, steps: Iterable[Steps]) -> None:
+        """Compile what this process finds itself, while it finds the rest.
+
+        Args:
+            steps: Parts of the list.
+        """
+        for number, part in enumerate(steps):
+            self._parts[number] = part
+            self.add(TritonJob(request) for request in part.requests.values())
 
     def plan(self, listing: Listing) -> None:
         """Choose the CuTeDSL kernels of a model in another process, and compile them.
@@ -127,7 +137,7 @@ class Compilation:
                 self._compiled(finished)
 
     def steps(self) -> Steps:
-        """Return what ``find`` found, in the same order each time.
+        """Return what was found, in the same order each time.
 
         Raises:
             RuntimeError: if a part of the list could not be made.

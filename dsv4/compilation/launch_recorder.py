@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,6 +220,21 @@ def listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
         undo.callback(lambda: [k.device_caches.pop(steps, None) for k in kernels.values()])
         undo.enter_context(kernel_store.collecting(collect))
         yield names
+
+
+def launches_of(call: Callable[[], None], target: Target) -> Steps:
+    """List what ``call`` launches; its tensors are on the meta device.
+
+    Not to be called while another thread runs operators.
+    """
+    steps = Steps()
+    with (
+        listing_for(target, steps) as names,
+        torch.inference_mode(),
+        LaunchRecorder(steps, names),
+    ):
+        call()
+    return steps
 
 
 class _Driver:

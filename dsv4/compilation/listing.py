@@ -15,7 +15,6 @@ from typing import Any
 
 from dsv4.compilation import bundle, sealed_file
 from dsv4.compilation.launch_recorder import Ran, Steps
-from dsv4.compilation.recipe import ModelRecipe
 from dsv4.compilation.target import Target
 from dsv4.compilation.versions import Versions, digest
 from dsv4.cute.runtime import cubin_cache
@@ -28,12 +27,13 @@ class Listing:
     """The list that is requested.
 
     Attributes:
-        recipe: Recipe of the model.
+        recipe: ``ModelRecipe`` of the model, or what else decides its steps: its text is part of
+            the key.
         target: The GPU.
         max_tokens: Most tokens of a step.
     """
 
-    recipe: ModelRecipe
+    recipe: Any
     target: Target
     max_tokens: int
 

@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,11 +23,11 @@ from dsv4.compilation import launch_recorder as _launch_recorder
 from dsv4.compilation import pool as _compile_pool
 from dsv4.compilation.compiler import Outcome
 from dsv4.compilation.jobs import CuteJob, KernelJob
-from dsv4.compilation.kernel_calls import every_call, kernel_plans
+from dsv4.compilation.kernel_calls import Call, every_call, kernel_plans
 from dsv4.compilation.launch_recorder import Steps
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.progress_line import progress as progress_line
-from dsv4.compilation.recipe import ModelRecipe, Recipe
+from dsv4.compilation.recipe import Recipe
 from dsv4.compilation.target import Target
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm as cute_gemm
@@ -186,7 +186,9 @@ def _warm(
     progress: bool,
     workers: int | None = None,
     ranks: Ranks = ALONE,
-    recipe: ModelRecipe | None = None,
+    recipe: Any = None,
+    others: Sequence[Call] = (),
+    parts: Iterable[Steps] | None = None,
 ) -> Warmup:
     """Do what ``warmup`` does with checked arguments; see ``compile_model``."""
     start = time.perf_counter()
@@ -201,6 +203,8 @@ def _warm(
         ready=ready,
         ranks=ranks,
         recipe=recipe,
+        others=others,
+        parts=parts,
     )
     for name, why in outcome.failed.items():
         _log.warning("%s was not compiled: %s", name, why)
@@ -220,7 +224,12 @@ def _self_tested(done: Warmup, gpu: torch.device) -> dict[str, str]:
 
 
 def warm_loaded(
-    model: nn.Module, max_tokens: int, progress: bool, recipe: ModelRecipe | None = None
+    model: nn.Module,
+    max_tokens: int,
+    progress: bool,
+    recipe: Any = None,
+    others: Sequence[Call] = (),
+    parts: Iterable[Steps] | None = None,
 ) -> Warmup | None:
     """``warmup`` of a model that was just loaded; None if it is not on a GPU.
 
@@ -231,6 +240,8 @@ def warm_loaded(
         max_tokens: Most tokens of a step.
         progress: Whether to show progress on stderr.
         recipe: Recipe of a model that is not of this package; None: of one that is.
+        others: With a recipe, calls of CuTeDSL kernels beside those of the model's layers.
+        parts: See ``compile_model``.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":
@@ -242,7 +253,9 @@ def warm_loaded(
         arch = _architecture(gpu, None)
         if arch is None:
             return Warmup(0, 0, 0.0)
-        return _warm(model, arch, max(1, max_tokens), gpu, progress, recipe=recipe)
+        most = max(1, max_tokens)
+        own: dict[str, Any] = {"recipe": recipe, "others": others, "parts": parts}
+        return _warm(model, arch, most, gpu, progress, **own)
     except RuntimeError as error:
         _log.warning("kernels are compiled at their first launch: %s", error)
         return None
@@ -284,7 +297,9 @@ def compile_model(
     use_list: bool = True,
     ready: Callable[[KernelJob], None] | None = None,
     ranks: Ranks = ALONE,
-    recipe: ModelRecipe | None = None,
+    recipe: Any = None,
+    others: Sequence[Call] = (),
+    parts: Iterable[Steps] | None = None,
 ) -> tuple[Warmup, Outcome]:
     """Do what ``warmup`` does without loading the kernels; see there.
 
@@ -300,6 +315,9 @@ def compile_model(
         ready: Called with each kernel of which there is a file, while others are compiled.
         ranks: Ranks that share a model of a configuration.
         recipe: Recipe of a model that is not of this package; None: of one that is.
+        others: Calls of CuTeDSL kernels beside those of the model's layers.
+        parts: With a recipe, parts of the list, which this process makes when they are asked for;
+            None: worker processes make it.
     """
     start = time.perf_counter()
     if ranks != ALONE:
@@ -311,11 +329,16 @@ def compile_model(
         progress_line(progress) as count,
     ):
         work = _compile.Compilation(pool, count, ready)
-        if listing is not None and stored is None:
-            work.find(listing)  # begins before plans are made, which takes a second
+        if listing is not None and stored is None:  # begin before plans are made for a second
+            pool.start()
+            if parts is None:
+                work.find(listing)
         with _plans_for(gpu):
-            plans = kernel_plans(every_call(model, arch, ranks), max_tokens, arch)
+            calls = [*every_call(model, arch, ranks), *others]
+            plans = kernel_plans(calls, max_tokens, arch)
         work.add(CuteJob(plan, arch) for plan in plans)
+        if listing is not None and stored is None and parts is not None:
+            work.take(parts)
         work.finish()
     outcome, steps = work.outcome, stored or Steps()
     if listing is not None and stored is None:
@@ -365,7 +388,7 @@ def _listing(
     max_tokens: int,
     gpu: torch.device | None,
     ranks: Ranks = ALONE,
-    recipe: ModelRecipe | None = None,
+    recipe: Any = None,
 ) -> tuple[Listing | None, str]:
     """Return the list of a whole model, or why there is none."""
     has_none = recipe is None and not isinstance(model, DeepseekV4ForCausalLM)

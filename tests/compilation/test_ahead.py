@@ -18,7 +18,7 @@ from dsv4.compilation import warmup as _warmup
 from dsv4.compilation.ahead import KernelsAhead, _LateCount
 from dsv4.compilation.bundle import Compiled
 from dsv4.compilation.jobs import CuteJob, FindJob, PlanJob, TritonJob
-from dsv4.compilation.kernel_calls import every_call, kernel_plans
+from dsv4.compilation.kernel_calls import Attention, every_call, kernel_plans
 from dsv4.compilation.launch_recorder import Ran, Steps
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.recipe import Recipe
@@ -120,6 +120,31 @@ def test_what_fails_is_left_to_the_warm_up(fault, monkeypatch):
         ]
     else:
         assert bool(done.skipped) == (fault == "list of Triton")
+
+
+def test_a_list_that_this_process_makes_is_compiled_by_the_same_workers(monkeypatch):
+    """Beside CuTeDSL's kernels, part by part; kept, it is not made again."""
+    workers, whole, asked = Workers(monkeypatch), listed(), []
+
+    def parts():
+        for key, request in whole.requests.items():
+            asked.append(key)
+            yield Steps(whole.ran, {key: request})
+
+    def compiled():
+        model = dsv4.layers.Linear(128, 64).to(torch.bfloat16)
+        options = {"recipe": "other modules", "others": [Attention(64)], "parts": parts()}
+        return _warmup.compile_model(model, ARCH, 64, **options)
+
+    done, outcome = compiled()
+    assert asked == list(whole.requests)
+    assert (done.triton, done.triton_compiled, done.failed) == (len(NAMES), len(NAMES), {})
+    assert {type(job) for job in outcome.jobs} == {CuteJob, TritonJob}
+    assert len(workers.done) == len(set(workers.done)) == len(outcome.jobs)
+    assert done.kernels == len(outcome.jobs) - len(NAMES) > 0
+    again, _ = compiled()
+    assert len(asked) == len(NAMES), "the list was kept"
+    assert (again.triton, again.triton_compiled, again.compiled) == (len(NAMES), 0, 0)
 
 
 def test_where_no_process_can_be_started_this_one_does_nothing(monkeypatch, folder):

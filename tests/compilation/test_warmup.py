@@ -353,6 +353,15 @@ class TestAttention:
         assert attentions(model.model.layers[0]) == attentions(model)
         assert attentions(layers.Linear(64, 32)) == []
 
+    def test_a_module_that_is_not_this_package_s_names_it(self, compiled):
+        """As a model of vLLM does: one call compiles its layers' kernels and these."""
+        model = layers.Linear(128, 64).to(torch.bfloat16)
+        options = {"others": [Attention(64)], "progress": False}
+        done, _ = _warmup.compile_model(model, "sm_90a", 64, **options)
+        own = kernel_plans(packed_gemms(model), 64)
+        assert {plan for plan, _ in compiled} == {*own, *cute_attention.plans()}
+        assert done.kernels == len(compiled)
+
     def test_its_kernels_are_compiled_with_the_others(self, compiled):
         config = dsv4.ModelConfig.tiny(**HEADS)
         done = dsv4.warmup(config, arch="sm_90a", max_tokens=64, progress=False)

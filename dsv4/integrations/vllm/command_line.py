@@ -70,7 +70,7 @@ def _on(switch: bool) -> str:
 def _places() -> Iterator[str]:
     if not _installed():
         return
-    for part in ("core", *PARTS, "draft", "model"):
+    for part in places.NAMES:
         known = places.of_part(part)
         different = places.mismatches(known)
         verdict = f"{len(different)} differ" if different else "all as expected"

@@ -13,14 +13,17 @@ import torch
 from torch import nn
 from vllm.distributed import get_tp_group
 
+from dsv4.compilation.kernel_calls import Call, attentions, indexers
+from dsv4.compilation.launch_recorder import impossible
 from dsv4.compilation.meta_model import of_each_kind
 from dsv4.compilation.recipe import Recipe, Weight
-from dsv4.compilation.warmup import warm_loaded, warmup
+from dsv4.compilation.warmup import target_of, warm_loaded
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import capability
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
+from dsv4.integrations.vllm.listed import Listed
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.model import DeepseekV4ForCausalLM
@@ -28,44 +31,71 @@ from dsv4.parallel.context import Ranks
 
 
 def compile_replaced(
-    model: nn.Module, context: Adoption, tokens: int, *, steps: bool = True
+    model: nn.Module,
+    context: Adoption,
+    tokens: int,
+    *,
+    steps: bool = True,
+    listed: Listed | None = None,
 ) -> None:
     """Compile the kernels of steps, or load them from disk or a bundle.
 
-    Those of GEMMs follow from the replaced modules; those of attention, hyper-connections and norms
-    from a model of this package with the same configuration and ranks. Of a tensor-parallel group
-    the first rank compiles, and the others then find the kernels on disk.
+    CuTeDSL's GEMMs follow from the replaced modules, and the rest of its kernels from a model of
+    this package with the same configuration and ranks. Triton's are those that ``listed`` finds;
+    where vLLM's code cannot be listed, those of that model. All are compiled by the same processes.
+    Of a tensor-parallel group the first rank compiles, and the others then find the kernels on
+    disk.
 
     Args:
         model: vLLM's model with replaced modules, on a GPU.
         context: Of the adoption.
         tokens: Most tokens of a step.
-        steps: Whether to compile more than the GEMMs of the replaced modules.
+        steps: Whether this package's model stands for what is not listed; else the GEMMs of the
+            replaced modules alone are compiled.
+        listed: Lists what the warm-up launches; None: nothing does.
     """
     group = get_tp_group()
+    if group.world_size > 1:
+        listed = None  # modules would exchange values that they do not have
     try:
         if group.rank_in_group == 0:
-            _compile(model, context, tokens, steps)
+            _compile(model, context, tokens, steps, listed)
     finally:  # so that the others do not wait for a rank that failed
         if group.world_size > 1:
             group.barrier()
     if group.rank_in_group != 0:
-        _compile(model, context, tokens, steps)
+        _compile(model, context, tokens, steps, listed)
 
 
-def _compile(model: nn.Module, context: Adoption, tokens: int, steps: bool) -> None:
-    warm_loaded(model, tokens, progress=False)
-    device = next(model.parameters()).device
-    arch = EVERY_ARCHITECTURE.get(capability(device))
-    if arch is None or not steps:
-        return
+def _compile(
+    model: nn.Module, context: Adoption, tokens: int, steps: bool, listed: Listed | None
+) -> None:
+    own = _own_steps(model, context) if steps else None
+    others: list[Call] = [] if own is None else [*indexers(own), *attentions(own)]
+    target = target_of(next(model.parameters()).device)
+    if listed is not None and target is not None and impossible() is None:
+        parts = listed.parts(target)
+        warm_loaded(
+            model, tokens, progress=False, recipe=listed.settings, others=others, parts=parts
+        )
+        if not listed.problems:
+            return
+    recipe = None if own is None else Recipe.of(own)
+    warm_loaded(model, tokens, progress=False, recipe=recipe, others=others)
+
+
+def _own_steps(model: nn.Module, context: Adoption) -> DeepseekV4ForCausalLM | None:
+    """``same_steps`` for the model's GPU; None, and maybe a warning, if there are no such steps."""
+    arch = EVERY_ARCHITECTURE.get(capability(next(model.parameters()).device))
+    if arch is None:
+        return None
     ranks = context.vllm_config.parallel_config.tensor_parallel_size
     try:
         config = ModelConfig.of(context.vllm_config.model_config.hf_config)
-        own = same_steps(model, config, arch, ranks)
-        warmup(own, device, max_tokens=tokens, progress=False)
+        return same_steps(model, config, arch, ranks)
     except (RuntimeError, TypeError, ValueError) as error:
         logger().warning("dsv4's kernels are compiled at their first launch: %s", error)
+        return None
 
 
 def same_steps(

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.models.deepseek_v4.nvidia import model as vllm_model
 
-from dsv4.integrations.vllm import check, places, switches
+from dsv4.integrations.vllm import check, jit_warmup, places, switches
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.report import DRAFT, path_of_stage
@@ -47,9 +47,12 @@ class DeepseekV4ForCausalLM(vllm_model.DeepseekV4ForCausalLM):
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        registrations = jit_warmup.Registrations(vllm_config)
+        with registrations.held():
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._dsv4_loading = False
         self.dsv4 = adopt_parts(self, vllm_config, check.adopt)
+        registrations.hand_on(self)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load as vLLM does; it calls ``process_weights_after_loading`` in here, too."""

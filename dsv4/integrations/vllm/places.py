@@ -42,6 +42,16 @@ CORE: tuple[Place, ...] = (
         "model, model_config, target_device",
     ),
 )
+_WARMUP = "vllm.model_executor.warmup.jit_warmup"
+JIT_WARMUP: tuple[Place, ...] = (
+    Place(_WARMUP, "JitWarmupRegistry.__init__", "self, vllm_config"),
+    Place(_WARMUP, "JitWarmupRegistry.activate", "self"),
+    Place(_WARMUP, "JitWarmupRegistry.register", "kernel, *args, **kwargs"),
+    # Not called: how registrations are stored and compiled.
+    Place(_WARMUP, "JitWarmupRegistry._add", "self, kernel, args, kwargs"),
+    Place(_WARMUP, "JitWarmupRegistry.warmup", "self"),
+    Place(_WARMUP, "VllmJitKernel.register_warmup", "self, *args, **kwargs"),
+)
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _APPLY = "self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input"
@@ -406,15 +416,19 @@ MODEL: tuple[Place, ...] = (
 )
 
 
+NAMES = ("core", "jit_warmup", *switches.PARTS, "draft", "model")  # that ``of_part`` takes
+
+
 def is_supported(version: str) -> bool:
     """Whether a release of vLLM, ``0.33.1+cu130`` say, is one that was tried."""
     return ".".join(version.split("+")[0].split(".")[:2]) in VERSIONS
 
 
 def of_part(part: str) -> tuple[Place, ...]:
-    """Places of a part of ``switches.PARTS``, or of ``"core"``, ``"draft"`` or ``"model"``."""
+    """Places of a part of ``switches.PARTS``, or of another of ``NAMES``."""
     return {
         "core": CORE,
+        "jit_warmup": JIT_WARMUP,
         switches.EXPERTS: EXPERTS,
         switches.LINEAR: LINEAR,
         switches.ATTENTION: ATTENTION,

@@ -6,18 +6,21 @@ the sizes between would be compiled during requests.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from dsv4.compilation.counts import of_this_process
 from dsv4.compilation.step_shapes import token_counts
 from dsv4.cute.sm90 import plans
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.compile_kernels import compile_replaced
+from dsv4.integrations.vllm.listed import Listed
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 
@@ -34,20 +37,36 @@ def warm_replaced(model: nn.Module, context: Adoption, *, draft: bool = False) -
     layers, parts = list(kinds(model)), list(self_warming(model))
     if not (layers or parts) or next(model.parameters()).device.type != "cuda":
         return
-    begin = time.perf_counter()
-    compile_replaced(model, context, most_tokens(context), steps=not draft)
-    launch(model, most_tokens(context))
+    begin, most = time.perf_counter(), most_tokens(context)
+    listed = Listed(model, context, functools.partial(pieces, model, most))
+    compile_replaced(model, context, most, steps=not draft, listed=listed)
+    compiled, before = time.perf_counter(), of_this_process().copy()
+    launch(model, most)
     torch.cuda.synchronize()
-    count, seconds = len(layers) + len(parts), time.perf_counter() - begin
-    logger().info("dsv4 compiled or loaded kernels of %d kinds in %.1f s", count, seconds)
+    late, end = (of_this_process().copy() - before).total(), time.perf_counter()
+    logger().info(
+        "dsv4 compiled or loaded kernels of %d kinds in %.1f s: %.1f s in parallel, then %.1f s of "
+        "first launches, which compiled %d kernels",
+        len(layers) + len(parts),
+        end - begin,
+        compiled - begin,
+        end - compiled,
+        late,
+    )
 
 
 def launch(model: nn.Module, most: int) -> None:
     """Run every kind of layer and part for the numbers of tokens up to ``most``."""
+    for piece in pieces(model, most):
+        piece()
+
+
+def pieces(model: nn.Module, most: int) -> Iterator[Callable[[], None]]:
+    """Yield functions that run a kind of layer or part for the numbers of tokens up to ``most``."""
     for layer in kinds(model):
-        run(layer, most)
+        yield functools.partial(run, layer, most)
     for part in self_warming(model):
-        run_part(part, most)
+        yield functools.partial(run_part, part, most)
 
 
 def most_tokens(context: Adoption) -> int:

@@ -11,6 +11,7 @@ those of every number of tokens.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -116,7 +117,8 @@ class Engine:
             self.model: Any = classes[setting.model](vllm_config=self.config).to("meta")
         for module in self.model.modules():
             complete(module, self.config)
-        self.warm = self._keys(self._warm_up)
+        with on_cpu():
+            self.warm = self._listed()
 
     def late(self, call: Any) -> list[str]:
         """Describe the kernels that ``call`` launches and the warm-up does not."""
@@ -124,23 +126,26 @@ class Engine:
         return sorted(text for key, text in kernels.items() if key not in self.warm)
 
     def _keys(self, call: Any) -> dict[bytes, str]:
-        from dsv4.compilation.launch_recorder import LaunchRecorder, Steps, listing_for
+        from dsv4.compilation.launch_recorder import launches_of
         from dsv4.compilation.target import Target
 
-        steps = Steps()
-        with (
-            listing_for(Target("sm_90a"), steps) as names,
-            torch.inference_mode(),
-            on_cpu(),
-            LaunchRecorder(steps, names),
-        ):
-            call()
+        with on_cpu():
+            steps = launches_of(call, Target("sm_90a"))
         return {key: described(request) for key, request in steps.requests.items()}
 
-    def _warm_up(self) -> None:
+    def _listed(self) -> dict[bytes, str]:
+        """What the plugin lists before its warm-up."""
+        from dsv4.compilation.target import Target
         from dsv4.integrations.vllm import warm
+        from dsv4.integrations.vllm.listed import Listed
 
-        warm.launch(self.model, warm.most_tokens(self.model.dsv4))
+        context = self.model.dsv4
+        pieces = functools.partial(warm.pieces, self.model, warm.most_tokens(context))
+        listed, kernels = Listed(self.model, context, pieces), {}
+        for steps in listed.parts(Target("sm_90a")):
+            kernels |= {key: described(request) for key, request in steps.requests.items()}
+        assert not listed.problems, listed.problems
+        return kernels
 
     def run(self, step: Step) -> None:
         """Run a step of the main model, or of a draft with as many tokens."""

@@ -18,11 +18,11 @@ from vllm.model_executor.layers import quantization
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from dsv4.integrations.vllm import places, plugin, register, switches
+from dsv4.integrations.vllm import places, plugin, register
 from dsv4.integrations.vllm.switches import Switches
 
 ARCHITECTURE = plugin.ARCHITECTURE
-PARTS = ("core", *switches.PARTS, "draft", "model")
+PARTS = places.NAMES
 
 
 @pytest.fixture(autouse=True)

@@ -188,27 +188,55 @@ def test_kernels_are_listed_by_the_formats_of_the_checkpoint(loaded):
     assert kernel_calls.fp8_gemms(loaded.model), "of the replaced modules"
 
 
-def test_kernels_are_compiled_before_they_are_launched(loaded, monkeypatch, caplog):
-    """Both lists; a refusal is a warning."""
-    compiled = []
+@pytest.fixture
+def compilations(monkeypatch):
+    """The arguments of each compilation, by one pool of processes."""
+    done = []
 
-    def compile_one(model, *args, **options):
-        compiled.append(type(model).__module__)
-        if len(compiled) > 3:
-            raise RuntimeError("no compiler")
+    def compile_once(model, tokens, progress, recipe=None, others=()):
+        done.append(SimpleNamespace(model=model, tokens=tokens, recipe=recipe, others=others))
 
-    monkeypatch.setattr(compile_kernels, "warm_loaded", compile_one)
-    monkeypatch.setattr(compile_kernels, "warmup", compile_one)
+    monkeypatch.setattr(compile_kernels, "warm_loaded", compile_once)
     monkeypatch.setattr(compile_kernels, "capability", lambda device: (9, 0))
+    return done
+
+
+def test_all_kernels_are_compiled_at_once(loaded, compilations):
+    """GEMMs are those of the replaced modules; a second list would be compiled afterwards."""
     compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
-    assert compiled == [type(loaded.model).__module__, "dsv4.model.causal_lm"]
+    (asked,) = compilations
+    assert asked.model is loaded.model
+    assert asked.tokens == 64
+    assert {type(call) for call in asked.others} == {kernel_calls.Indexer, kernel_calls.Attention}
+    weights = {weight.format for _, weight in asked.recipe.weights}
+    assert weights == {"fp8_block", "nvfp4", None}
+    sizes = asked.recipe.config
+    assert sizes.num_hidden_layers <= loaded.sizes.num_hidden_layers
+    assert (sizes.num_nextn_predict_layers, sizes.dspark) == (0, None)
+
+
+def test_of_a_draft_the_gemms_alone_are_compiled(loaded, compilations):
     compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64, steps=False)
-    assert compiled.pop() == type(loaded.model).__module__, "of a draft the GEMMs alone"
-    compiled += ["", ""]
-    monkeypatch.setattr(compile_kernels, "warm_loaded", lambda *args, **options: None)
+    (asked,) = compilations
+    assert asked.model is loaded.model
+    assert (asked.recipe, list(asked.others)) == (None, [])
+
+
+@pytest.mark.parametrize("reason", ["no list", "no GPU of this package"])
+def test_without_a_list_the_gemms_are_compiled(loaded, compilations, monkeypatch, caplog, reason):
+    def fail(*_):
+        raise ValueError("a layer of another kind")
+
+    if reason == "no list":
+        monkeypatch.setattr(compile_kernels, "same_steps", fail)
+    else:
+        monkeypatch.setattr(compile_kernels, "capability", lambda device: (7, 5))
     with caplog.at_level("WARNING"):
         compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
-    assert "dsv4's kernels are compiled at their first launch: no compiler" in caplog.text
+    (asked,) = compilations
+    assert (asked.recipe, list(asked.others)) == (None, [])
+    text = "dsv4's kernels are compiled at their first launch: a layer of another kind"
+    assert (text in caplog.text) == (reason == "no list")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -219,12 +247,14 @@ def test_ranks_compile_the_kernels_of_their_sizes_one_after_the_other(loaded, mo
     monkeypatch.setattr(compile_kernels, "get_tp_group", lambda: group)
     monkeypatch.setattr(loaded.config.parallel_config, "tensor_parallel_size", 2)
     monkeypatch.setattr(compile_kernels, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(compile_kernels, "warm_loaded", lambda *args, **options: None)
-    monkeypatch.setattr(compile_kernels, "warmup", lambda own, *args, **options: done.append(own))
+    monkeypatch.setattr(
+        compile_kernels, "warm_loaded", lambda *_, recipe, **__: done.append(recipe)
+    )
     compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
-    own = done.pop(rank)
+    recipe = done.pop(rank)
     assert done == ["wait"]
-    assert own.parallel.size == 2
+    assert recipe.ranks.size == 2
+    own = recipe.build("sm_90a")
     heads = {layer.self_attn.sinks.shape[0] for layer in own.model.layers}
     assert heads == {loaded.sizes.num_attention_heads // 2}
 
@@ -233,6 +263,7 @@ def test_a_first_rank_that_fails_leaves_no_other_waiting(loaded, monkeypatch):
     waited = []
     group = SimpleNamespace(rank_in_group=0, world_size=2, barrier=lambda: waited.append(0))
     monkeypatch.setattr(compile_kernels, "get_tp_group", lambda: group)
+    monkeypatch.setattr(compile_kernels, "capability", lambda device: (9, 0))
     monkeypatch.setattr(compile_kernels, "warm_loaded", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
