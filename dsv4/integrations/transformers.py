@@ -194,8 +194,8 @@ def from_pretrained(
         input_scales: See ``dsv4.load``.
         compile_kernels: On a GPU, whether the kernels of prompts and decode steps are compiled now,
             in parallel processes while weights are read, or loaded if they were compiled before or
-            are in a bundle, see ``dsv4.warmup``. With ``distributed_config`` Triton's are compiled at their first
-            launch.
+            are in a bundle, see ``dsv4.warmup``. With ``distributed_config`` Triton's are compiled
+            at their first launch.
         progress: Whether to show progress on stderr.
         distributed_config: transformers' ``DistributedConfig(tp_size=N, ep_size=N, tp_plan={},
             ep_implementation="dsv4")`` in each of N processes (``torchrun``): each reads and holds
