@@ -226,15 +226,23 @@ def load(server: Server, requests: Sequence[Request], longest: float) -> list[st
 
 def main() -> int:
     """Run it as a program."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    return run(parsed(sys.argv[1:]))
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options; ``own`` has those of ``vllm serve``, behind ``--``."""
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="What stands behind -- goes to vllm serve."
+    )
     parser.add_argument("folder", type=Path, help="a checkpoint")
     parser.add_argument("--design", choices=["parts", "model", "stock"], default="parts")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--longest", type=int, default=2000, help="tokens of a prompt")
     parser.add_argument("--seconds", type=float, default=400, help="the start may take so long")
     parser.add_argument("--out", type=Path, default=Path("vllm_serve.log"))
-    parser.add_argument("own", nargs="*", metavar="OPTION", help="of vllm serve, behind --")
-    return run(parser.parse_args())
+    return argparse.Namespace(**vars(parser.parse_args(words[:end])), own=words[end + 1 :])
 
 
 def run(options: argparse.Namespace) -> int:

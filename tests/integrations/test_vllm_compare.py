@@ -350,3 +350,11 @@ def test_flash_is_made_smaller():
     drafted = weights.flash_config(12, 32, "dspark")
     assert drafted.dspark.target_layer_ids == (9, 10, 11)
     assert drafted.num_nextn_predict_layers == 0
+
+
+def test_options_behind_two_dashes_are_those_of_the_server():
+    """argparse refused them when an option stood between them and the folder."""
+    options = load.parsed(["small", "--design", "model", "--", "--max-num-seqs", "64"])
+    assert (options.design, options.own) == ("model", ["--max-num-seqs", "64"])
+    assert load.parsed(["small", "--requests", "3"]).own == []
+    assert load.parsed(["small", "--", "--", "x"]).own == ["--", "x"]

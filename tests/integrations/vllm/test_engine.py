@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -314,20 +313,10 @@ def test_the_example_with_many_requests(
         monkeypatch.setenv(name, value)
     serve_load = compare_process.load("serve_load")
     limits = ["--max-model-len", "384", "--max-num-seqs", "6", "--num-gpu-blocks-override", "30"]
-    options = argparse.Namespace(
-        folder=checkpoint.folder,
-        design="model",
-        requests=30,
-        longest=100,
-        seconds=float(_PATIENCE),
-        out=tmp_path / "server.log",
-        own=[
-            *limits,
-            "--enforce-eager",
-            "--additional-config",
-            json.dumps(engine_process.FLOAT32),
-        ],
-    )
+    numbers = ["--requests", "30", "--longest", "100", "--seconds", str(_PATIENCE)]
+    own = ["--enforce-eager", "--additional-config", json.dumps(engine_process.FLOAT32)]
+    paths = [str(checkpoint.folder), "--out", str(tmp_path / "server.log")]
+    options = serve_load.parsed([*paths, "--design", "model", *numbers, "--", *limits, *own])
     status = serve_load.run(options)
     printed = capsys.readouterr().out
     assert status == 0, printed + options.out.read_text()[-4000:]
