@@ -31,12 +31,12 @@ def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Value of E2M1 codes 0..15, exact in every floating dtype; code 8 is -0.0."""
-    magnitude = (codes & 7).to(torch.int32)
-    exponent, mantissa = magnitude >> 1, magnitude & 1
-    normal = (2 + mantissa) << (exponent - 1).clamp(min=0)
-    halves = torch.where(exponent == 0, mantissa, normal).to(dtype) * 0.5
-    return torch.where(codes >= 8, -halves, halves)
+    """Value of E2M1 codes 0..15, exact in every floating dtype; code 8 is -0.0.
+
+    Sign, exponent and mantissa become those of a float16, whose exponents begin 14 lower.
+    """
+    bits = codes.to(torch.int16) << 12 >> 3 & ~0x7000  # the sign is extended, then alone
+    return bits.view(torch.float16).to(dtype) * 2.0**14
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:

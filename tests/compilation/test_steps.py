@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +28,7 @@ from dsv4.parallel.context import Ranks
 from dsv4.parallel.emulated import emulated_context
 from dsv4.quant.formats import FRAGMENTS, SWIZZLED
 from dsv4.testing.models import random_model
+from tests._tools import forked
 
 pytest.importorskip("triton")
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
@@ -247,9 +246,7 @@ def traced(points, *, real=False):
 
 
 def printed(source, *arguments):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", source, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = forked.run_source(source, *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -36,6 +36,7 @@ from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.testing.models import random_model
+from tests._tools import forked
 
 pytest.importorskip("triton")
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
@@ -402,13 +403,7 @@ def test_keys_do_not_depend_on_what_was_hashed_before():
         kernel.kernel.hash = "the hash of another order"
         assert key(kernel) == first
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    done = forked.run_source(textwrap.dedent(script))
     assert done.returncode == 0, done.stderr
 
 

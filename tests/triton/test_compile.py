@@ -8,15 +8,13 @@ Compiled and inspected, not run: what runs is tested elsewhere.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
 from dsv4 import device, dispatch
+from tests._tools import forked
 
 REGISTER_FILE = 65536
 FOUR_BIT = ("dsv4.triton.grouped_gemm:", "dsv4.triton.gemm_packed:gemm_swiglu")
@@ -35,9 +33,7 @@ IN_ORDER = {"fragments", "expert_gather"}
 
 
 def compiled(arch, *arguments, program="compile_kernels"):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", f"tests._tools.{program}", str(arch), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = forked.run_module(f"tests._tools.{program}", str(arch), *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

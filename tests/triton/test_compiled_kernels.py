@@ -6,9 +6,6 @@ neither the instructions that are written out for a GPU nor what the compiler do
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from fractions import Fraction
 
 import numpy as np
@@ -17,6 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests._tools import forked
 from tests._tools.ptx import arithmetic as ptx_arithmetic
 from tests._tools.ptx import grid as ptx_grid
 
@@ -57,10 +55,8 @@ _ALIKE = {
     [(90, False), *(pytest.param(arch, True, marks=pytest.mark.nightly) for arch in (90, 100))],
 )
 def test_they_give_the_references_bits(arch, all_cases):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests._tools.run_compiled", str(arch)]
-    command += [] if all_cases else ["--without", *sorted(_ALIKE)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    cases = [] if all_cases else ["--without", *sorted(_ALIKE)]
+    done = forked.run_module("tests._tools.run_compiled", str(arch), *cases)
     lines = [line.split(" | ") for line in done.stdout.splitlines()]
     assert not [line for line in lines if line[2] != "equal"], done.stderr[-4000:]
     assert len(lines) == (46 if arch == 100 else 48) - (0 if all_cases else len(_ALIKE))
@@ -96,9 +92,7 @@ def run_of(arch, names):
 
     Every case has to be equal.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests._tools.run_compiled", str(arch), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = forked.run_module("tests._tools.run_compiled", str(arch), *names)
     lines = [line.split(" | ") for line in done.stdout.splitlines()]
     assert [line[2] for line in lines] == ["equal"] * len(lines), (done.stdout, done.stderr[-4000:])
     return {name for line in lines for name in line[1].split()}, len(lines)

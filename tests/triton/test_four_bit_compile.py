@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
+
+from tests._tools import forked
 
 REGISTER_FILE = 65536
 # Shared memory of a program: 1 KB of the SM's is the driver's.
@@ -36,9 +35,7 @@ def stores_of_x(kernel):
     ],
 )
 def test_every_kernel_compiles_and_fits(arch, how):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests._tools.compile_packed", str(arch), *how]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = forked.run_module("tests._tools.compile_packed", str(arch), *how)
     assert done.returncode == 0, done.stderr[-4000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = {kernel["kernel"] for kernel in kernels}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import dsv4.triton
 from dsv4 import dispatch
 from dsv4.bench.cases import MAKERS
 from dsv4.bench.problem import Draw, Outputs, Problem
+from tests._tools import forked
 from tests.ops.test_captured_operators import WIDE, assert_same
 
 pytest.importorskip("triton")
@@ -27,9 +26,7 @@ NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 
 
 def test_launches_are_tritons_own() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests._tools.launch_differential", "300" if NIGHTLY else "40"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = forked.run_module("tests._tools.launch_differential", "300" if NIGHTLY else "40")
     assert done.returncode == 0, done.stderr[-4000:]
     counts = json.loads(done.stdout)
     assert counts["ours"] > counts["triton's"] > 0
@@ -43,9 +40,7 @@ def test_a_decode_step_is_launched_by_ourselves() -> None:
     Python calls are counted, which time on a busy machine is not: a layer made 3900 of them, and
     1536 with plans of operators alone.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests._tools.host_time", "--layers", "5", "--count"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = forked.run_module("tests._tools.host_time", "--layers", "5", "--count")
     assert done.returncode == 0, done.stderr[-4000:]
     assert "is launched by Triton" not in done.stderr
     result = json.loads(done.stdout)
