@@ -7,17 +7,19 @@ kernel on dequantized activations. The first two give equal bits. A dense weight
 
 An estimate is of the GEMM alone: launches, conversion, rounds of tiles, their stages with promotion
 and, of experts, SwiGLU and the rounding of its result to FP8 where the FP8 kernel does that.
-It leaves out what the chosen form may need before and after: FP8 kernels of rows that are no codes
-yet, the quantiser; bfloat16 kernels of codes, a kernel that dequantizes them; and, where the result
-is FP8, the quantiser. Each GEMM is chosen by itself, gate and up of experts apart from down: FP8
-codes of the first are an input of both forms of the second.
+``Estimate.of_codes`` adds what only the bfloat16 kernel needs: activations in FP8 are codes, or are
+rounded to codes first, and it multiplies the values of codes, which another kernel writes. Left out
+are the quantiser before both, and the one behind the bfloat16 kernel where the result is FP8. Each
+GEMM is chosen by itself, gate and up of experts apart from down: FP8 codes of the first are an
+input of both forms of the second.
 
 ``dsv4.cute.sm90.e4m3_times`` adds up the times of tiles and says what the constants were fitted to.
 This module adds those of the conversion and has those of the bfloat16 kernels: with dense NVFP4
 weights by the model that ranks their plans and a constant, with FP8 weights by two rates, of
 experts by the rates of reading and of multiplying. The times only rank the forms; a form that was
 measured to be the fastest is taken (``dsv4.cute.sm90.tuned``). By the times of ``bench crossover``
-of 2026-11-29, one H200, no choice loses more than 1 % (``tests/cute/test_e4m3_times.py``).
+of 2026-11-29, one H200, of GEMMs alone, no choice without ``of_codes`` loses more than 1 %
+(``tests/cute/test_e4m3_times.py``).
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ from dsv4.device import cached
 from dsv4.quant.exact_fp8 import MOST_CONVERTED
 
 P = TypeVar("P", bound=E4m3Plan)
+# Rows from which the dequantization of codes counts. It was timed from 320 rows on, and kernels for
+# fewer rows than the bfloat16 kernel's read codes in other ways.
+_FEWEST_DEQUANTIZED = 256
 _CONVERSION_BYTES = 0.5625 + 1.0  # per weight: packed bytes read, and bytes written
 
 
@@ -66,6 +71,19 @@ class Estimate(NamedTuple):
     def is_faster(self) -> bool:
         """Return whether FP8 arithmetic is faster."""
         return self.fp8 < self.bfloat16
+
+    def of_codes(self, rows: int, codes: int) -> Estimate:
+        """Return the times with the dequantization of codes for the bfloat16 kernel.
+
+        Args:
+            rows: Rows of X, of all experts; below 256 nothing is added.
+            codes: All codes of X.
+        """
+        if rows < _FEWEST_DEQUANTIZED:
+            return self
+        costs = tuned().costs.gemm_e4m3
+        more = max(costs.dequantization, codes * costs.dequantized_code)
+        return self._replace(bfloat16=self.bfloat16 + more)
 
 
 @cached

@@ -183,7 +183,7 @@ def _tokens_compared(call: Call) -> _Compared | None:
         return None
     is_block = args.format == FP8_BLOCK.name
     times = e4m3_costs.estimate(rows, columns, tokens, is_block=is_block)
-    return _Compared(times, f"{tokens} tokens")
+    return _Compared(times.of_codes(tokens, args.x.numel()), f"{tokens} tokens")
 
 
 def _rows_compared(call: Call) -> _Compared | None:
@@ -192,6 +192,7 @@ def _rows_compared(call: Call) -> _Compared | None:
     count, experts = chosen_for(args)
     if not count:
         return None
-    codes = isinstance(args, GroupedGemmSwigluFp8Args)
-    times = e4m3_costs.estimate_experts(rows, 2 * half, experts, count, quantized_out=codes)
+    is_fp8 = isinstance(args, GroupedGemmSwigluFp8Args)
+    times = e4m3_costs.estimate_experts(rows, 2 * half, experts, count, quantized_out=is_fp8)
+    times = times.of_codes(count, count * 2 * half)
     return _Compared(times, f"{count} rows of {experts} experts")

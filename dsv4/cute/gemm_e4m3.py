@@ -320,7 +320,8 @@ def plans(
     is_wide = out_dtype == torch.float32
     chosen: list[E4m3Plan | ConvertE4m3Plan] = []
     for tokens in range(128, max(max_tokens, 1) + 128, 128):  # a configuration's tiles are of 128s
-        if not estimate(rows, columns, tokens, is_block=scale_dtype is not None).is_faster:
+        times = estimate(rows, columns, tokens, is_block=scale_dtype is not None)
+        if not times.of_codes(tokens, tokens * groups * columns).is_faster:
             continue
         if scale_dtype is None:
             chosen.append(nvfp4_plan(rows, columns, tokens, is_wide, swiglu))

@@ -211,7 +211,8 @@ def test_documented_crossovers_are_those_of_the_estimates(is_block):
     for sizes, *formats in rows:
 
         def faster_by(count, sizes=sizes):
-            return e4m3_costs.estimate(*sizes, count, is_block=is_block).is_faster
+            times = e4m3_costs.estimate(*sizes, count, is_block=is_block)
+            return times.of_codes(count, count * sizes[1]).is_faster
 
         assert_crossovers(faster_by, formats[is_block], 4097)
 
@@ -225,7 +226,8 @@ def test_documented_crossovers_of_experts(is_down):
         def faster_by(count, sizes=sizes[is_down]):
             rows_of_x = 64 * count
             quantized = {"quantized_out": not is_down}
-            return e4m3_costs.estimate_experts(*sizes, 64, rows_of_x, **quantized).is_faster
+            times = e4m3_costs.estimate_experts(*sizes, 64, rows_of_x, **quantized)
+            return times.of_codes(rows_of_x, rows_of_x * sizes[1]).is_faster
 
         assert_crossovers(faster_by, parts[is_down], 1025)
 

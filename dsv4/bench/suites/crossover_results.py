@@ -19,8 +19,9 @@ SCHEMA = "dsv4.bench.crossover/1"
 OP, BFLOAT16 = "crossover", "bf16 kernel"
 EXPLAINED = (
     "FP8 from: the number of tokens from which FP8 arithmetic is faster, there and at all larger "
-    "numbers that were measured; estimate: the same by the dispatcher's estimated times; lost: the "
-    "most by which the form that the estimates choose takes longer than the other one, and where. "
+    "numbers that were measured; estimate: the same by the dispatcher's estimates of these GEMMs; "
+    "lost: the most by which the form that they choose takes longer than the other one, and where. "
+    "With codes the dispatcher adds their dequantization to the bfloat16 kernel's estimate. "
     "Columns of tokens: the bfloat16 kernel's time over FP8's. Activations are quantised before "
     "the timed call; the weights are mxfp4-cast (exact in FP8)."
 )
