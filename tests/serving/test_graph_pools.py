@@ -104,6 +104,7 @@ STEPS = st.lists(
 
 @example(steps=["capture", ("free", 0), "capture"])
 @example(steps=["capture", "capture", ("free", 0), ("lose", 0), "capture"])
+@example(steps=["capture", "fail", "capture", ("free", 1), "capture"])
 @given(steps=STEPS)
 def test_a_pool_is_used_as_long_as_one_of_its_graphs_lives(steps: list[Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
