@@ -22,6 +22,7 @@ from dsv4.bench.checks import budgets, judge
 from dsv4.bench.cli import main
 from dsv4.bench.measure import verify
 from dsv4.bench.problem import Draw, Problem, UsageError, Verdict, nbytes
+from dsv4.bench.suites import crossover_results
 from dsv4.bench.suites.model import document as model_document
 from dsv4.config import ModelConfig
 from dsv4.quant import fragments
@@ -580,6 +581,12 @@ def test_committed_results_fit_the_schema(path: Path):
     content = json.loads(path.read_text())
     if content.get("schema") == model_document.SCHEMA:
         model_document.validate(content)
+        return
+    if content.get("schema") == crossover_results.SCHEMA:
+        gemms = crossover_results.parse(content)
+        assert (
+            json.loads(json.dumps(crossover_results.document(content["header"], gemms))) == content
+        )
         return
     rows = results.read_json(str(path)).rows
     for row, line in zip(rows, content["rows"], strict=True):
