@@ -55,8 +55,6 @@ def compile_replaced(
         listed: Lists what the warm-up launches; None: nothing does.
     """
     group = get_tp_group()
-    if group.world_size > 1:
-        listed = None  # modules would exchange values that they do not have
     try:
         if group.rank_in_group == 0:
             _compile(model, context, tokens, steps, listed)

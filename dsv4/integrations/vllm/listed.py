@@ -2,8 +2,8 @@
 
 The warm-up runs twice: first without values, to list what it launches, so that worker processes can
 compile that in parallel, and then on the GPU. For the first run all tensors of the modules are on
-the meta device, where operators compute shapes alone. What the modules remember of that run is
-forgotten.
+the meta device, where operators compute shapes alone, and vLLM's exchanges between ranks, which are
+operators on a GPU, exchange nothing. What the modules remember of that run is forgotten.
 """
 
 from __future__ import annotations

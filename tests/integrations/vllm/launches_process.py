@@ -42,6 +42,7 @@ class Setting:
         max_len: Tokens of the longest sequence.
         max_tokens: Most tokens of a step.
         max_sequences: Most sequences of a step.
+        ranks: Tensor-parallel ranks; the model is the first one's.
     """
 
     model: str = MAIN
@@ -49,6 +50,7 @@ class Setting:
     max_len: int = 8192
     max_tokens: int = 4096
     max_sequences: int = 64
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Engine:
         self.config = engine_config(folder, setting)
         classes = {MAIN: deepseek.DeepseekV4ForCausalLM, MTP: draft.DeepSeekV4MTP}
         classes[DSPARK] = draft.DSparkDeepseekV4ForCausalLM
-        with built_on_meta(self.config):
+        with built_on_meta(self.config), first_of(setting.ranks):
             self.model: Any = classes[setting.model](vllm_config=self.config).to("meta")
         for module in self.model.modules():
             complete(module, self.config)
@@ -207,7 +209,21 @@ def engine_config(folder: Path, setting: Setting) -> Any:
     config.model_config.max_model_len = setting.max_len
     config.scheduler_config.max_num_seqs = setting.max_sequences
     config.scheduler_config.max_num_batched_tokens = setting.max_tokens
+    config.parallel_config.tensor_parallel_size = setting.ranks
     return config
+
+
+@contextmanager
+def first_of(ranks: int) -> Iterator[None]:
+    """Be the first rank of a tensor-parallel group, which exchanges by operators as on a GPU."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    with (
+        mock.patch.object(group, "world_size", ranks),
+        mock.patch.object(group, "use_custom_op_call", True),
+    ):
+        yield
 
 
 @contextmanager

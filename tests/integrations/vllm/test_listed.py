@@ -197,7 +197,13 @@ def test_a_list_has_a_key_of_all_that_decides_it():
 
 @pytest.mark.parametrize(
     ("ranks", "problems", "possible"),
-    [(1, [], True), (1, ["NotImplementedError: a"], True), (1, [], False), (2, [], True)],
+    [
+        (1, [], True),
+        (1, ["NotImplementedError: a"], True),
+        (1, [], False),
+        (2, [], True),
+        (2, ["an exchange"], True),
+    ],
 )
 def test_the_list_is_compiled_and_this_packages_model_where_there_is_none(
     monkeypatch, ranks, problems, possible
@@ -222,6 +228,6 @@ def test_the_list_is_compiled_and_this_packages_model_where_there_is_none(
         monkeypatch.setattr(compile_kernels, name, value)
     compile_kernels.compile_replaced(model(), context(), 64, listed=made)
     others = ("indexer", "attention")
-    listing = [("settings", TARGET, others)] if possible and ranks == 1 else []
+    listing = [("settings", TARGET, others)] if possible else []
     instead = [] if listing and not problems else [("recipe", None, others)]
     assert calls == listing + instead

@@ -116,6 +116,17 @@ def test_neither_does_a_draft_launch_others(late, model, step):
 
 
 @pytest.mark.slow
+@pytest.mark.costly(2)
+@given(step=steps())
+@example(step=Step(2000, 1030))
+@example(step=Step(11, 1030, 5, pieces=True))
+@settings(deadline=None, max_examples=10)
+def test_nor_does_one_of_several_ranks(late, step):
+    """It has half the heads and half the columns of each expert."""
+    assert late(Setting(ranks=2, **ENGINE), step) == []
+
+
+@pytest.mark.slow
 @given(step=steps(most=600))
 @example(step=Step(200, 300))
 @settings(deadline=None, max_examples=10)
