@@ -113,10 +113,9 @@ def expected_recipe(model: DeepseekV4ForCausalLM, entries: Entries, options: Opt
         if isinstance(slot, LinearSlot | ExpertsSlot):
             weights[name] = _expected_weight(slot, entries, options)
         elif names.is_norm(slot.name):
-            norms[name] = options.plain_dtype(slot.name, entries[slot.name].weight.dtype)
-    embedding = entries["model.embed_tokens.weight"]
-    stored = embedding.weight.dtype if embedding.format is None else torch.bfloat16
-    return Recipe.of_filled(model, options.plain_dtype(embedding.name, stored), weights, norms)
+            norms[name] = _expected_dtype(entries[slot.name], options)
+    dtype = _expected_dtype(entries["model.embed_tokens.weight"], options)
+    return Recipe.of_filled(model, dtype, weights, norms)
 
 
 def expected_model(model: nn.Module, entries: Entries, options: Options, arch: str) -> nn.Module:

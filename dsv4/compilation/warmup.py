@@ -240,7 +240,8 @@ def warm_loaded(
         max_tokens: Most tokens of a step.
         progress: Whether to show progress on stderr.
         recipe: Recipe of a model that is not of this package; None: of one that is.
-        others: With a recipe, calls of CuTeDSL kernels beside those of the model's layers.
+        others: Calls of further CuTeDSL kernels, which no layer of the model makes; only with a
+            recipe.
         parts: See ``compile_model``.
     """
     device = next(model.parameters()).device
@@ -315,7 +316,7 @@ def compile_model(
         ready: Called with each kernel of which there is a file, while others are compiled.
         ranks: Ranks that share a model of a configuration.
         recipe: Recipe of a model that is not of this package; None: of one that is.
-        others: Calls of CuTeDSL kernels beside those of the model's layers.
+        others: Calls of further CuTeDSL kernels, which no layer of the model makes.
         parts: With a recipe, parts of the list, which this process makes when they are asked for;
             None: worker processes make it.
     """

@@ -58,10 +58,9 @@ def choose(problem: GemmProblem, tokens: int, arch: str = HOPPER) -> Plan | None
 
 
 def large_m_us(problem: GemmProblem, tokens: int, costs: WgmmaCosts, gpu: TunedData) -> float:
-    """Estimated microseconds of the large-M kernel in the configuration that it takes on Hopper.
+    """Estimate the microseconds of the large-M kernel in its configuration on Hopper.
 
-    The times that its constants were fitted to are cycles at 1.98 GHz; they leave out what a call
-    takes beside its tiles.
+    The model counts the cycles of tiles, at a clock of 1.98 GHz. The launch is not included.
 
     Args:
         problem: The GEMM; its columns are a multiple of 128.

@@ -50,9 +50,9 @@ def compile_replaced(
         model: vLLM's model with replaced modules, on a GPU.
         context: Of the adoption.
         tokens: Most tokens of a step.
-        steps: Whether this package's model stands for what is not listed; else the GEMMs of the
-            replaced modules alone are compiled.
-        listed: Lists what the warm-up launches; None: nothing does.
+        steps: Whether kernels of this package's model are compiled, too: CuTeDSL's of attention and
+            the indexer, and Triton's if there is no list.
+        listed: Lists the kernels that the warm-up launches; None: there is no list.
     """
     group = get_tp_group()
     try:

@@ -1,9 +1,9 @@
 """The kernels that the warm-up of replaced modules launches, listed before it runs.
 
-The warm-up runs twice: first without values, to list what it launches, so that worker processes can
-compile that in parallel, and then on the GPU. For the first run all tensors of the modules are on
-the meta device, where operators compute shapes alone, and vLLM's exchanges between ranks, which are
-operators on a GPU, exchange nothing. What the modules remember of that run is forgotten.
+The warm-up runs twice. The first run lists the kernels, which worker processes compile in parallel.
+The second run launches them on the GPU. In the first run all tensors of the modules are on the meta
+device: operators compute shapes alone, and vLLM's collectives exchange nothing. The modules get
+back the attributes that they had before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsv4.compilation.target import Target
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
 
-_STATE = "dsv4_state"  # of replaced modules, beside vLLM's attributes
+_STATE = "dsv4_state"  # the attribute that holds this package's state of a replaced module
 
 
 @dataclass(frozen=True)
