@@ -80,7 +80,7 @@ class Graphs:
         current.wait_stream(side)
         living = self._living()  # held until the capture has ended: a collection frees none
         if self._pool is None or not living:
-            # Graphs of the pool of a capture that failed are none of the new one's.
+            # The new pool has no graphs, even if some live in the pool of a failed capture.
             self._pool, living = torch.cuda.graph_pool_handle(), []
         pool, self._pool = self._pool, None  # must not be used again if the capture fails
         graph, out = capture_work(work, pool)
